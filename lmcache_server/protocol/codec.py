@@ -1,0 +1,159 @@
+"""Typed messages <-> MessagePack maps.
+
+A message is a frozen dataclass; its wire form is a map from field name to value. Decoding checks every type, refuses
+unknown and missing fields, and names the path of the first thing that is wrong (`requests[2].tokens`). The decoder of a
+class is built once, from its annotations, so that a message costs one call per field.
+
+    int, float, bool, str, bytes    as they are (an int is accepted for a float, a bool never for an int)
+    StrEnum                         its value
+    tuple[T, ...]                   array
+    dict[K, V]                      map
+    T | None                        T or nil
+    dataclass                       map
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from enum import StrEnum
+from functools import cache
+from typing import Any, TypeVar
+
+import msgpack
+
+from lmcache_server.protocol.errors import ProtocolError, invalid
+
+__all__ = ["decode", "encode", "from_map", "to_map"]
+
+M = TypeVar("M")
+Decoder = Callable[[Any, str], Any]
+
+
+def encode(message: Any) -> bytes:
+    """The wire form of `message`, a dataclass instance."""
+    return typing.cast(bytes, msgpack.packb(to_map(message)))
+
+
+def decode(cls: type[M], data: bytes | memoryview) -> M:
+    """The message of type `cls` in `data`; raises ProtocolError(INVALID) naming the field that does not fit."""
+    try:
+        value = msgpack.unpackb(data, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise invalid("", f"the payload is not one MessagePack value ({error or type(error).__name__})") from error
+    return from_map(cls, value)
+
+
+def from_map(cls: type[M], value: Any, path: str = "") -> M:
+    """The message of type `cls` whose wire map is `value`; raises ProtocolError(INVALID) as `decode` does."""
+    return typing.cast(M, _decoder(cls)(value, path))
+
+
+def to_map(value: Any) -> Any:
+    """`value` with every dataclass in it turned into the map that goes on the wire."""
+    if isinstance(value, (int, bytes, str, float, bool)) or value is None:
+        return value
+    if isinstance(value, (tuple, list)):
+        return [to_map(item) for item in value]
+    if isinstance(value, dict):
+        return {key: to_map(item) for key, item in value.items()}
+    return {name: to_map(getattr(value, name)) for name in _field_names(type(value))}
+
+
+@cache
+def _field_names(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+@cache
+def _decoder(annotation: Any) -> Decoder:
+    if dataclasses.is_dataclass(annotation):
+        return _dataclass_decoder(typing.cast(type, annotation))
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is tuple:
+        return _tuple_decoder(_decoder(arguments[0]))
+    if origin is dict:
+        return _dict_decoder(_decoder(arguments[0]), _decoder(arguments[1]))
+    if origin in (types.UnionType, typing.Union):
+        (inner,) = (argument for argument in arguments if argument is not type(None))
+        some = _decoder(inner)
+        return lambda value, path: None if value is None else some(value, path)
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return _enum_decoder(annotation)
+    return _scalar_decoder(annotation)
+
+
+def _scalar_decoder(kind: type) -> Decoder:
+    if kind is float:
+        return _decode_float
+
+    def decode_scalar(value: Any, path: str) -> Any:
+        if type(value) is not kind:
+            raise invalid(path, f"expected {kind.__name__}, got {type(value).__name__}")
+        return value
+
+    return decode_scalar
+
+
+def _decode_float(value: Any, path: str) -> float:
+    if type(value) not in (float, int):
+        raise invalid(path, f"expected float, got {type(value).__name__}")
+    return float(value)
+
+
+def _enum_decoder(kind: type[StrEnum]) -> Decoder:
+    def decode_enum(value: Any, path: str) -> StrEnum:
+        try:
+            return kind(value)
+        except ValueError:
+            allowed = ", ".join(member.value for member in kind)
+            raise invalid(path, f"expected one of {allowed}, got {value!r}") from None
+
+    return decode_enum
+
+
+def _tuple_decoder(item: Decoder) -> Decoder:
+    def decode_tuple(value: Any, path: str) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise invalid(path, f"expected array, got {type(value).__name__}")
+        return tuple([item(element, f"{path}[{i}]") for i, element in enumerate(value)])
+
+    return decode_tuple
+
+
+def _dict_decoder(key: Decoder, item: Decoder) -> Decoder:
+    def decode_dict(value: Any, path: str) -> dict[Any, Any]:
+        if not isinstance(value, dict):
+            raise invalid(path, f"expected map, got {type(value).__name__}")
+        return {key(name, path): item(element, f"{path}[{name!r}]") for name, element in value.items()}
+
+    return decode_dict
+
+
+def _dataclass_decoder(cls: type) -> Decoder:
+    hints = typing.get_type_hints(cls)
+    decoders = {field.name: _decoder(hints[field.name]) for field in dataclasses.fields(cls)}
+    required = {
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+
+    def decode_dataclass(value: Any, path: str) -> Any:
+        if not isinstance(value, dict):
+            raise invalid(path, f"expected map, got {type(value).__name__}")
+        prefix = f"{path}." if path else ""
+        arguments = {}
+        for name, item in value.items():
+            decoder = decoders.get(name)
+            if decoder is None:
+                raise invalid(f"{prefix}{name}", f"unknown field; known are {', '.join(decoders)}")
+            arguments[name] = decoder(item, prefix + name)
+        if not required <= arguments.keys():
+            raise invalid(f"{prefix}{min(required - arguments.keys())}", "missing")
+        try:
+            return cls(**arguments)
+        except ProtocolError as error:
+            raise ProtocolError(error.code, error.message, prefix + error.field) from None
+
+    return decode_dataclass
