@@ -15,7 +15,7 @@ class is built once, from its annotations, so that a message costs one call per 
 import dataclasses
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar
@@ -46,7 +46,7 @@ def decode(cls: type[M], data: bytes | memoryview) -> M:
 
 def from_map(cls: type[M], value: Any, path: str = "") -> M:
     """The message of type `cls` whose wire map is `value`; raises ProtocolError(INVALID) as `decode` does."""
-    return typing.cast(M, _decoder(cls)(value, path))
+    return typing.cast(M, _decoder(typing.cast(Hashable, cls))(value, path))
 
 
 def to_map(value: Any) -> Any:
@@ -57,11 +57,11 @@ def to_map(value: Any) -> Any:
         return [to_map(item) for item in value]
     if isinstance(value, dict):
         return {key: to_map(item) for key, item in value.items()}
-    return {name: to_map(getattr(value, name)) for name in _field_names(type(value))}
+    return {name: to_map(getattr(value, name)) for name in _field_names(typing.cast(Hashable, type(value)))}
 
 
 @cache
-def _field_names(cls: type) -> tuple[str, ...]:
+def _field_names(cls: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls))
 
 

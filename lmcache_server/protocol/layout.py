@@ -17,7 +17,16 @@ import msgpack
 
 from lmcache_server.protocol.errors import invalid
 
-__all__ = ["CANONICAL_VERSION", "CacheLayout", "ITEM_BYTES", "KernelGroup", "Kind", "fingerprint", "slot_bytes", "slot_shape"]
+__all__ = [
+    "CANONICAL_VERSION",
+    "CacheLayout",
+    "ITEM_BYTES",
+    "KernelGroup",
+    "Kind",
+    "fingerprint",
+    "slot_bytes",
+    "slot_shape",
+]
 
 CANONICAL_VERSION = 1
 """Raised when the byte layout of a chunk changes, so that older bytes are never read as newer ones."""

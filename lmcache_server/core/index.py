@@ -1,0 +1,160 @@
+"""The prefix tree: which chunks follow which.
+
+One tree per root key (namespace and salt); a node is one chunk in the context of everything before it. A child is found
+by its chained hash and taken only if its tokens and extras are equal too: **a hit is never taken on the hash's word**, so
+a collision, found or forged, costs a miss and never serves wrong KV.
+
+A node holds one object per part (shard and kernel group). It is complete when none of them is missing; only an unbroken run of
+complete nodes from the root is a hit.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+from lmcache_server.protocol.keys import ChunkHasher
+
+__all__ = ["Node", "PrefixIndex"]
+
+T = TypeVar("T")
+_NO_EXTRAS: Mapping[int, bytes] = {}
+
+
+class Node(Generic[T]):
+    """One chunk. `parts` are its objects, `missing` how many of them are not sealed, `writers` how many reservations touch it."""
+
+    __slots__ = (
+        "children",
+        "extras",
+        "hash",
+        "missing",
+        "parent",
+        "parts",
+        "queued",
+        "root",
+        "tick",
+        "tokens",
+        "writers",
+    )
+
+    def __init__(self, parent: "Node[T] | None", chunk_hash: bytes, tokens: bytes, extras: bytes, parts: int) -> None:
+        self.parent = parent
+        self.root: Node[T] = self if parent is None else parent.root
+        self.hash = chunk_hash
+        self.tokens = tokens
+        self.extras = extras
+        self.children: dict[bytes, Node[T]] = {}
+        self.parts: list[T | None] = [None] * parts
+        self.missing = parts
+        self.writers = 0
+        self.tick = 0
+        self.queued = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether no part holds an object."""
+        return all(part is None for part in self.parts)
+
+    def path(self) -> "list[Node[T]]":
+        """The nodes from the first chunk down to this one."""
+        nodes: list[Node[T]] = []
+        node: Node[T] | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def subtree(self) -> "list[Node[T]]":
+        """This node and all below it, parents before children."""
+        nodes = [self]
+        for node in nodes:
+            nodes.extend(node.children.values())
+        return nodes
+
+
+class PrefixIndex(Generic[T]):
+    """Trees of nodes by root key."""
+
+    def __init__(self, hasher: ChunkHasher) -> None:
+        self._hasher = hasher
+        self._roots: dict[Hashable, Node[T]] = {}
+        self.size = 0
+        """How many nodes there are, roots not counted."""
+
+    def root(self, key: Hashable) -> Node[T]:
+        """The root of `key`'s tree, made if it is not there."""
+        root = self._roots.get(key)
+        if root is None:
+            root = self._roots[key] = Node(None, self._hasher.root, b"", b"", 0)
+        return root
+
+    def attached(self, node: Node[T]) -> bool:
+        """Whether lookups can still reach `node`'s tree."""
+        return node.root.tick >= 0
+
+    def linked(self, node: Node[T]) -> bool:
+        """Whether `node` is still in its tree, reachable or not."""
+        return node.parent is not None and node.parent.children.get(node.hash) is node
+
+    def hit(self, key: Hashable, tokens: bytes, extras: Mapping[int, bytes] = _NO_EXTRAS) -> list[Node[T]]:
+        """The longest run of complete nodes that `tokens` (uint32 bytes) begins with."""
+        nodes: list[Node[T]] = []
+        node = self._roots.get(key)
+        if node is None:
+            return nodes
+        size, digest = self._hasher.chunk_bytes, self._hasher.digest
+        for i in range(len(tokens) // size):
+            chunk = tokens[i * size : (i + 1) * size]
+            extra = extras.get(i, b"") if extras else b""
+            child = node.children.get(digest(node.hash + chunk + extra))
+            if child is None or child.missing or child.tokens != chunk or child.extras != extra:
+                break
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def walk(
+        self, key: Hashable, parts: int, tokens: bytes, extras: Mapping[int, bytes] = _NO_EXTRAS
+    ) -> Iterator[tuple[int, Node[T]]]:
+        """Each whole chunk of `tokens` with its node; a missing node is made when the walk reaches it.
+
+        Ends early at a node whose hash is equal and whose tokens are not: nothing can be stored beyond a collision.
+        """
+        node, size = self.root(key), self._hasher.chunk_bytes
+        for i in range(len(tokens) // size):
+            chunk, extra = tokens[i * size : (i + 1) * size], extras.get(i, b"")
+            chunk_hash = self._hasher.chain(node.hash, chunk, extra)
+            child = node.children.get(chunk_hash)
+            if child is None:
+                child = node.children[chunk_hash] = Node(node, chunk_hash, chunk, extra, parts)
+                self.size += 1
+            elif child.tokens != chunk or child.extras != extra:
+                return
+            node = child
+            yield i, node
+
+    def remove(self, node: Node[T]) -> None:
+        """Take a node without children out of its tree."""
+        assert node.parent is not None and not node.children
+        del node.parent.children[node.hash]
+        if self.attached(node):
+            self.size -= 1
+
+    def detach_all(self) -> list[Node[T]]:
+        """Empty the index; the old roots come back, each marked so that `attached` is false for its nodes."""
+        roots = list(self._roots.values())
+        self._roots.clear()
+        self.size = 0
+        for root in roots:
+            root.tick = -1
+        return roots
+
+    def nodes(self) -> Iterator[tuple[Hashable, Node[T]]]:
+        """Every node that lookups can reach, with its root key."""
+        for key, root in self._roots.items():
+            for node in root.subtree()[1:]:
+                yield key, node
+
+    def prune_roots(self) -> None:
+        """Forget trees that hold nothing, so that a key once seen does not stay for ever."""
+        for key in [key for key, root in self._roots.items() if not root.children]:
+            del self._roots[key]

@@ -1,0 +1,74 @@
+"""The bytes of one key, and what may happen to them. Every change of state goes through `MemoryObj.apply` and this table.
+
+RESERVED     one writer fills it; nobody else sees it
+SEALED       complete, visible, immutable
+QUARANTINED  its writer lost it but may still be writing: not visible, not reusable
+FREED        the bytes belong to the allocator again
+"""
+
+from enum import Enum
+
+__all__ = ["TRANSITIONS", "Event", "IllegalTransition", "MemoryObj", "State"]
+
+
+class State(Enum):
+    """Where a MemoryObj is in its life."""
+
+    RESERVED = "reserved"
+    SEALED = "sealed"
+    QUARANTINED = "quarantined"
+    FREED = "freed"
+
+
+class Event(Enum):
+    """What happens to a MemoryObj."""
+
+    COMMIT = "commit"
+    """Its writer says that every byte is there."""
+    ABORT = "abort"
+    """Its writer gives it up, and will not write again."""
+    LOSE = "lose"
+    """It is taken from a writer that has not answered."""
+    ANSWER = "answer"
+    """The writer of a quarantined object answered, or is gone."""
+    DROP = "drop"
+    """It is evicted or cleared; never while somebody holds a reference."""
+
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.RESERVED, Event.COMMIT): State.SEALED,
+    (State.RESERVED, Event.ABORT): State.FREED,
+    (State.RESERVED, Event.LOSE): State.QUARANTINED,
+    (State.QUARANTINED, Event.ANSWER): State.FREED,
+    (State.SEALED, Event.DROP): State.FREED,
+}
+"""All that is legal; anything else is a bug of the server."""
+
+
+class IllegalTransition(AssertionError):
+    """A bug: an event that the table does not allow in this state."""
+
+
+class MemoryObj:
+    """`length` bytes at `offset` of the pool, with a reference count for readers and a generation that outlives nobody."""
+
+    __slots__ = ("generation", "length", "offset", "refs", "state", "written")
+
+    def __init__(self, offset: int, length: int, generation: int) -> None:
+        self.offset = offset
+        self.length = length
+        self.generation = generation
+        self.state = State.RESERVED
+        self.refs = 0
+        self.written = 0
+        """Bytes that arrived as frames; a writer in shared memory leaves it at 0."""
+
+    def __repr__(self) -> str:
+        return f"<MemoryObj {self.state.value} @{self.offset}+{self.length} gen={self.generation} refs={self.refs}>"
+
+    def apply(self, event: Event) -> None:
+        """Move to the next state; raises IllegalTransition if there is none, or if a held object would be dropped."""
+        following = TRANSITIONS.get((self.state, event))
+        if following is None or (event is Event.DROP and self.refs):
+            raise IllegalTransition(f"{event.value} of {self!r}")
+        self.state = following
