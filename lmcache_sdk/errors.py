@@ -1,0 +1,52 @@
+"""Everything the SDK raises, named by what the caller can do about it.
+
+    LMCacheSDKError             the base: wrong arguments, a closed context, a server or an engine that does not fit
+      ServerUnavailable         no answer in time: try later, or look at the server
+        ConnectionLost          the connection broke while an answer was due: try again at once
+      ServerRefused             the server answered with a refusal: its code says what would help
+
+No other exception leaves the SDK on purpose; any other is a bug in it.
+"""
+
+from lmcache_server.protocol.errors import ErrorCode
+
+__all__ = ["ConnectionLost", "LMCacheSDKError", "ServerRefused", "ServerUnavailable"]
+
+
+class LMCacheSDKError(Exception):
+    """The base of every error of the SDK; its text names what was wrong and what would be right."""
+
+
+class ServerUnavailable(LMCacheSDKError):
+    """No answer to `waited_for` from `url` after `seconds`."""
+
+    def __init__(self, waited_for: str, url: str, seconds: float, detail: str = "") -> None:
+        super().__init__(waited_for, url, seconds, detail)
+        self.waited_for = waited_for
+        self.url = url
+        self.seconds = seconds
+        self.detail = detail
+
+    def __str__(self) -> str:
+        text = f"no answer to {self.waited_for} from {self.url} within {self.seconds:g} s"
+        return f"{text}: {self.detail}" if self.detail else text
+
+
+class ConnectionLost(ServerUnavailable):
+    """The connection to `url` broke while `waited_for` was under way: whether the server acted on it is unknown."""
+
+    def __str__(self) -> str:
+        return f"the connection to {self.url} was lost while waiting for {self.waited_for}"
+
+
+class ServerRefused(LMCacheSDKError):
+    """The server refused a request: `code` says what the sender can do, `field` what was wrong (empty if nothing)."""
+
+    def __init__(self, code: ErrorCode, message: str, field: str = "") -> None:
+        super().__init__(code, message, field)
+        self.code = code
+        self.message = message
+        self.field = field
+
+    def __str__(self) -> str:
+        return f"the server refused ({self.code.value}): {self.field + ': ' if self.field else ''}{self.message}"

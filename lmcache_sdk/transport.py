@@ -1,0 +1,322 @@
+"""Requests and replies over one ZMQ socket, from any thread, with no thread of its own.
+
+What one may rely on:
+
+    one request, one outcome    a typed reply, or ServerRefused, or ServerUnavailable at the deadline, never later
+    nothing is sent too late    a request that finds no connection waits here, not in ZMQ, and is dropped at its
+                                deadline: a server that comes back never gets what its sender has given up
+    nothing stays behind        a reply to something given up is dropped; the table of pending requests holds no more
+                                than what somebody still holds
+    a restart is survived       libzmq reconnects within a second or two; what was under way fails at once
+
+How the socket is shared: whoever holds the lock may use it, and takes in whatever arrived for anybody (`_pump`). Of the
+threads that wait, one at a time sleeps on the socket's file descriptors, without the lock; the others sleep on the
+condition. ZMQ's descriptor is edge-triggered, so a thread that pumps while another sleeps wakes that one itself.
+"""
+
+import itertools
+import math
+import os
+import select
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgpack
+import zmq
+
+from lmcache_sdk.errors import ConnectionLost, LMCacheSDKError, ServerRefused, ServerUnavailable
+from lmcache_sdk.url import server_url
+from lmcache_server.protocol.codec import encode, from_map
+from lmcache_server.protocol.errors import ProtocolError
+from lmcache_server.protocol.messages import OPERATIONS, Refusal
+
+__all__ = ["Buffer", "PendingReply", "ServerConnection"]
+
+Buffer = bytes | bytearray | memoryview
+"""What a raw frame may be."""
+
+MAX_OUTBOX = 1024
+"""Requests that may wait for a connection; beyond it the sender hears at once that the server is away."""
+
+SOCKET_OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.IMMEDIATE: 1,  # nothing is queued for a peer that is not there
+    zmq.RECONNECT_IVL: 50,
+    zmq.RECONNECT_IVL_MAX: 1000,
+    zmq.CONNECT_TIMEOUT: 2000,  # the system's own is two minutes when packets are swallowed
+    zmq.HEARTBEAT_IVL: 5000,  # a peer that vanished without a word is noticed
+    zmq.HEARTBEAT_TIMEOUT: 15000,
+    zmq.MAXMSGSIZE: 1 << 30,
+}
+
+_OPERATION_OF: dict[type[Any], tuple[str, bytes, type[Any]]] = {
+    request: (name, bytes(msgpack.packb(name)), reply) for name, (request, reply) in OPERATIONS.items()
+}
+
+
+class PendingReply:
+    """A request that was submitted. Forgetting it gives its reply up; nobody has to be told."""
+
+    __slots__ = (
+        "__weakref__", "_connection", "_deadline", "_failure", "_frames", "_seconds", "_sent", "_type", "_uid",
+        "operation",
+    )  # fmt: skip
+
+    def __init__(self, connection: "ServerConnection", uid: bytes, operation: str, reply: type[Any], seconds: float):
+        self.operation = operation
+        self._connection = connection
+        self._uid = uid
+        self._type = reply
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._sent = False
+        self._frames: list[Any] | None = None
+        self._failure: LMCacheSDKError | None = None
+
+    def poll(self, wait: float = 0.0) -> Any | None:
+        """The typed reply, or None if it is not there after `wait` seconds (at most until the request's own deadline).
+
+        Raises ServerUnavailable once the deadline has passed, ServerRefused if the server refused.
+        """
+        frames = self._settle(wait)
+        return None if frames is None else self._decode(frames)
+
+    def _settle(self, wait: float) -> list[Any] | None:
+        if self._frames is None and self._failure is None:
+            self._connection._await(self, min(self._deadline, time.monotonic() + wait))
+        if self._failure is not None:
+            raise self._failure
+        return self._frames
+
+    @property
+    def _settled(self) -> bool:
+        return self._frames is not None or self._failure is not None
+
+    def _expired(self) -> ServerUnavailable:
+        detail = "" if self._sent else "no connection could be made (is `lmcache server` running there?)"
+        return ServerUnavailable(self.operation, self._connection.url, self._seconds, detail)
+
+    def _decode(self, frames: list[Any]) -> Any:
+        try:
+            value = msgpack.unpackb(frames[2], strict_map_key=False)
+            if isinstance(value, dict) and value.keys() == {"error"}:
+                refusal = from_map(Refusal, value["error"], "error")
+                raise ServerRefused(refusal.code, refusal.message, refusal.field)
+            return from_map(self._type, value)
+        except (IndexError, ValueError, msgpack.UnpackException, RecursionError, ProtocolError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise LMCacheSDKError(
+                f"{self._connection.url} answered {self.operation} with nonsense ({reason})"
+            ) from error
+
+
+class ServerConnection:
+    """A connection to one server, shared by any number of threads of one process; not by a forked child."""
+
+    def __init__(self, url: str, timeout: float = 60.0) -> None:
+        """Start connecting to `url` in the background; `timeout` seconds is the default deadline of every request.
+
+        Raises LMCacheSDKError if `url` cannot be a server's address.
+        """
+        self.url = server_url(url)
+        self.timeout = timeout
+        self._pid = os.getpid()
+        self._changed = threading.Condition(threading.Lock())
+        self._pending: weakref.WeakValueDictionary[bytes, PendingReply] = weakref.WeakValueDictionary()
+        self._outbox: deque[tuple[PendingReply, list[Buffer]]] = deque()
+        self._uids = itertools.count()
+        self._reading = False
+        self._closed = False
+        self._open()
+
+    def request(self, message: Any, *, timeout: float | None = None, frames: Sequence[Buffer] = ()) -> Any:
+        """Send `message` (with raw `frames` after it) and wait for its typed reply.
+
+        Raises ServerUnavailable after `timeout` seconds, ServerRefused if the server refuses.
+        """
+        pending = self.submit(message, timeout=timeout, frames=frames)
+        return pending._decode(self._wait_out(pending))
+
+    def request_frames(self, message: Any, *, timeout: float | None = None) -> tuple[Any, list[memoryview]]:
+        """As `request`, with the raw frames that follow the reply, uncopied."""
+        pending = self.submit(message, timeout=timeout)
+        parts = self._wait_out(pending)
+        return pending._decode(parts), [part.buffer for part in parts[3:]]
+
+    def submit(self, message: Any, *, timeout: float | None = None, frames: Sequence[Buffer] = ()) -> PendingReply:
+        """Send `message` and return at once; without a connection now it goes out with the next call after there is one.
+
+        Raises ServerUnavailable if MAX_OUTBOX requests wait already.
+        """
+        operation, name, reply = _OPERATION_OF[type(message)]
+        uid = struct.pack("<Q", next(self._uids))
+        pending = PendingReply(self, uid, operation, reply, self.timeout if timeout is None else timeout)
+        parts = [uid, name, encode(message), *frames]
+        self._check_process()
+        with self._changed:
+            self._check_open()
+            if len(self._outbox) >= MAX_OUTBOX:
+                raise ServerUnavailable(
+                    operation, self.url, 0.0, f"{MAX_OUTBOX} requests wait for a connection already"
+                )
+            self._pending[uid] = pending
+            self._outbox.append((pending, parts))
+            self._pump()
+        return pending
+
+    def close(self) -> None:
+        """Close the socket and end every wait for it with an error. Idempotent."""
+        if os.getpid() != self._pid:
+            return  # the parent's sockets are the parent's to close
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._fail_all(LMCacheSDKError(f"the connection to {self.url} was closed"), sent_only=False)
+            self._changed.notify_all()
+            while self._reading:
+                os.eventfd_write(self._wake, 1)
+                self._changed.wait()
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(0)
+            os.close(self._wake)
+        self._context.term()
+
+    def __enter__(self) -> "ServerConnection":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._pending)} pending, {len(self._outbox)} unsent"
+        return f"ServerConnection({self.url}, {state})"
+
+    # --- waiting: without the lock on entry and on return -------------------------------------------------------
+
+    def _wait_out(self, pending: PendingReply) -> list[Any]:
+        return cast(list[Any], pending._settle(math.inf))
+
+    def _await(self, pending: PendingReply, until: float) -> None:
+        """Return when `pending` is settled or it is `until`; at its deadline it is settled as expired."""
+        self._check_process()
+        with self._changed:
+            self._pump_if_open()
+            while not pending._settled and (now := time.monotonic()) < until:
+                if self._reading:
+                    self._changed.wait(until - now)
+                else:
+                    self._sleep_on_socket(until)
+            if not pending._settled and time.monotonic() >= pending._deadline:
+                pending._failure = pending._expired()
+                self._pending.pop(pending._uid, None)
+
+    def _sleep_on_socket(self, until: float) -> None:
+        """Sleep until something arrives or it is `until`, take it in, and let another thread have the socket."""
+        self._reading = True
+        self._changed.release()
+        try:
+            events = self._poll.poll(max(0, math.ceil((until - time.monotonic()) * 1000)))
+        finally:
+            self._changed.acquire()
+            self._reading = False
+            self._changed.notify_all()
+        if any(fd == self._wake for fd, _ in events):
+            os.eventfd_read(self._wake)
+        self._pump_if_open()
+
+    # --- the socket: with the lock ------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        for option, value in SOCKET_OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        address = f"inproc://monitor-{id(self)}"
+        self._socket.monitor(address, zmq.EVENT_DISCONNECTED)
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full monitor would block libzmq's own thread
+        self._monitor.connect(address)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        for fd in (self._socket.fileno(), self._monitor.fileno(), self._wake):
+            self._poll.register(fd, select.POLLIN)
+        try:
+            self._socket.connect(self.url)
+        except zmq.ZMQError as error:
+            self.close()
+            raise LMCacheSDKError(f"url: {self.url!r} cannot be connected to ({error})") from error
+
+    def _pump_if_open(self) -> None:
+        if not self._closed:
+            self._pump()
+
+    def _pump(self) -> None:
+        """Take in what arrived, send what can be sent; leaves the descriptor armed."""
+        news = self._receive_all()
+        while _readable(self._monitor):
+            self._monitor.recv_multipart()
+            self._receive_all()  # what came before the connection broke still counts
+            self._fail_all(None, sent_only=True)
+            news = True
+        while self._send_next():
+            news = self._receive_all() or news
+        if news:
+            self._changed.notify_all()
+            if self._reading:
+                os.eventfd_write(self._wake, 1)
+
+    def _receive_all(self) -> bool:
+        received = False
+        while _readable(self._socket):
+            received = True
+            parts: list[Any] = [self._socket.recv()]
+            while self._socket.get(zmq.RCVMORE):
+                parts.append(self._socket.recv(copy=len(parts) < 3))
+            pending = self._pending.pop(parts[0], None)
+            if pending is not None and not pending._settled:
+                pending._frames = parts
+        return received
+
+    def _send_next(self) -> bool:
+        """Send the oldest unsent request, or drop it if it was given up; False if there is none or no connection."""
+        if not self._outbox:
+            return False
+        pending, parts = self._outbox[0]
+        if not pending._settled and time.monotonic() < pending._deadline:
+            try:
+                self._socket.send_multipart(parts, zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            pending._sent = True
+        self._outbox.popleft()
+        return True
+
+    def _fail_all(self, failure: LMCacheSDKError | None, *, sent_only: bool) -> None:
+        for uid, pending in list(self._pending.items()):
+            if pending._sent or not sent_only:
+                pending._failure = failure or ConnectionLost(pending.operation, self.url, pending._seconds)
+                self._pending.pop(uid, None)
+        if not sent_only:
+            self._outbox.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LMCacheSDKError(f"the connection to {self.url} is closed")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise LMCacheSDKError(
+                f"this connection to {self.url} belongs to process {self._pid}; a forked child must open its own"
+            )
+
+
+def _readable(socket: "zmq.Socket[bytes]") -> bool:
+    """Whether a message is there; asking also re-arms the socket's descriptor."""
+    return bool(cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN)
