@@ -83,15 +83,20 @@ class PendingReply:
 
         Raises ServerUnavailable once the deadline has passed, ServerRefused if the server refused.
         """
-        frames = self._settle(wait)
-        return None if frames is None else self._decode(frames)
-
-    def _settle(self, wait: float) -> list[Any] | None:
-        if self._frames is None and self._failure is None:
+        if not self._settled:
             self._connection._await(self, min(self._deadline, time.monotonic() + wait))
         if self._failure is not None:
             raise self._failure
-        return self._frames
+        return None if self._frames is None else self._decode(self._frames)
+
+    def wait(self) -> Any:
+        """The typed reply; raises as `poll` does."""
+        return self.poll(math.inf)
+
+    @property
+    def frames(self) -> list[memoryview]:
+        """The raw frames after the reply, uncopied; empty before the reply is there."""
+        return [part.buffer for part in self._frames[3:]] if self._frames else []
 
     @property
     def _settled(self) -> bool:
@@ -139,17 +144,15 @@ class ServerConnection:
 
         Raises ServerUnavailable after `timeout` seconds, ServerRefused if the server refuses.
         """
-        pending = self.submit(message, timeout=timeout, frames=frames)
-        return pending._decode(self._wait_out(pending))
+        return self.submit(message, timeout=timeout, frames=frames).wait()
 
     def request_frames(self, message: Any, *, timeout: float | None = None) -> tuple[Any, list[memoryview]]:
         """As `request`, with the raw frames that follow the reply, uncopied."""
         pending = self.submit(message, timeout=timeout)
-        parts = self._wait_out(pending)
-        return pending._decode(parts), [part.buffer for part in parts[3:]]
+        return pending.wait(), pending.frames
 
     def submit(self, message: Any, *, timeout: float | None = None, frames: Sequence[Buffer] = ()) -> PendingReply:
-        """Send `message` and return at once; without a connection now it goes out with the next call after there is one.
+        """Send `message` and return at once; without a connection it goes out with the first call after there is one.
 
         Raises ServerUnavailable if MAX_OUTBOX requests wait already.
         """
@@ -199,9 +202,6 @@ class ServerConnection:
         return f"ServerConnection({self.url}, {state})"
 
     # --- waiting: without the lock on entry and on return -------------------------------------------------------
-
-    def _wait_out(self, pending: PendingReply) -> list[Any]:
-        return cast(list[Any], pending._settle(math.inf))
 
     def _await(self, pending: PendingReply, until: float) -> None:
         """Return when `pending` is settled or it is `until`; at its deadline it is settled as expired."""

@@ -1,0 +1,215 @@
+"""How the bytes of chunks get here and back: through the shared pool, or as raw frames of messages.
+
+Which of the two is the server's to offer and `attachment` to choose; whoever copies does not know. Both speak of a list
+of flat uint8 tensors, one per (chunk, part), chunk-major, and both follow the same order:
+
+    reading   readable(acquired)   copy out   verify(acquired)
+    writing   writable(reserved)   copy in    flush(reserved, filled)   then commit
+
+Shared memory: the tensors are views of the pool, nothing is copied here, and a reader checks after its copy that the
+slots still have their generations. Frames: the tensors are private buffers; what arrives in one is what was sealed.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from lmcache_sdk.errors import LMCacheSDKError
+from lmcache_sdk.shm import SharedPool
+from lmcache_sdk.transport import PendingReply, ServerConnection
+from lmcache_server.protocol.messages import Acquired, Piece, Read, Reserved, Write
+
+__all__ = ["FrameTransfer", "SharedMemoryTransfer", "Transfer"]
+
+SLOT_BYTES = 16
+IN_FLIGHT = 4
+"""Messages with frames under way at once: enough to keep both sides busy, few enough to bound their memory."""
+
+
+class Transfer(Protocol):
+    """Moves the bytes of leased and reserved chunks of one instance."""
+
+    def readable(self, acquired: Acquired) -> list[torch.Tensor]:
+        """The bytes of each leased (chunk, part): views of the pool, or private copies."""
+
+    def verify(self, acquired: Acquired) -> list[bool]:
+        """After the copy: whether each (chunk, part) was still there, so that what was copied is its bytes."""
+
+    def writable(self, reserved: Reserved) -> list[torch.Tensor]:
+        """Where the bytes of each reserved (chunk, part) belong."""
+
+    def flush(self, reserved: Reserved, filled: list[torch.Tensor]) -> None:
+        """Bring what was filled to the server; to be called before the commit."""
+
+    def close(self) -> None:
+        """Let go of the memory; tensors that are still held stay valid."""
+
+
+class SharedMemoryTransfer:
+    """Views of the pool: the copies of the caller are the only ones."""
+
+    def __init__(self, pool: SharedPool, part_bytes: Sequence[int]) -> None:
+        self._pool: SharedPool | None = pool
+        self._part_bytes = torch.tensor(list(part_bytes), dtype=torch.int64)
+
+    def __repr__(self) -> str:
+        return f"SharedMemoryTransfer({self._pool.name if self._pool else 'closed'})"
+
+    def readable(self, acquired: Acquired) -> list[torch.Tensor]:
+        """Views of the leased slots; valid until the lease is released."""
+        offsets, _ = _slots(acquired.slots)
+        return self._views(offsets)
+
+    def verify(self, acquired: Acquired) -> list[bool]:
+        """Whether each slot still has the generation that it was leased with."""
+        offsets, generations = _slots(acquired.slots)
+        return _list_of_bools(self._open().generations(offsets) == generations)
+
+    def writable(self, reserved: Reserved) -> list[torch.Tensor]:
+        """Views of the reserved slots. Raises LMCacheSDKError if the mapped pool is not the one they are in."""
+        offsets, generations = _slots(reserved.slots)
+        views = self._views(offsets, len(reserved.chunks))
+        if not bool((self._open().generations(offsets) == generations).all()):
+            raise LMCacheSDKError(
+                f"the shared memory {self._open().name} is not the pool that the server reserves from: nothing was "
+                "written (is the server on another host, with a server of the same segment name here?)"
+            )
+        return views
+
+    def flush(self, reserved: Reserved, filled: list[torch.Tensor]) -> None:
+        """Nothing to do: what was filled is the pool itself."""
+
+    def close(self) -> None:
+        """Give the mapping up; it goes with the last tensor over it."""
+        self._pool = None
+
+    def _views(self, offsets: torch.Tensor, chunks: int | None = None) -> list[torch.Tensor]:
+        pool = self._open()
+        lengths = self._part_bytes.repeat(_chunks(len(offsets), len(self._part_bytes), chunks))
+        ends = offsets + lengths
+        if len(offsets) and (int(offsets.min()) < 0 or int(ends.max()) > len(pool.tensor)):
+            raise LMCacheSDKError(f"slots: the server sent offsets outside of its pool of {len(pool.tensor)} bytes")
+        pool.touch(offsets, lengths)
+        whole = pool.tensor
+        return [whole[start:end] for start, end in zip(offsets.tolist(), ends.tolist(), strict=True)]
+
+    def _open(self) -> SharedPool:
+        if self._pool is None:
+            raise LMCacheSDKError("this attachment is closed")
+        return self._pool
+
+
+class FrameTransfer:
+    """Private buffers, and messages of at most `frame_bytes` bytes of raw frames each."""
+
+    def __init__(
+        self, connection: ServerConnection, instance: int, part_bytes: Sequence[int], frame_bytes: int, timeout: float
+    ) -> None:
+        self._connection = connection
+        self._instance = instance
+        self._part_bytes = list(part_bytes)
+        self._frame_bytes = frame_bytes
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"FrameTransfer({self._connection.url})"
+
+    def readable(self, acquired: Acquired) -> list[torch.Tensor]:
+        """Fetch the leased objects into private buffers; raises as `ServerConnection.request` does."""
+        count = len(acquired.slots) // SLOT_BYTES
+        chunks = range(_chunks(count, len(self._part_bytes), None))
+        buffers = self._buffers(len(chunks))
+        targets = [buffer.numpy().data for buffer in buffers]
+        under_way: deque[tuple[PendingReply, tuple[Piece, ...]]] = deque()
+        for pieces in self._messages(chunks):
+            message = Read(self._instance, acquired.lease, pieces)
+            under_way.append((self._connection.submit(message, timeout=self._timeout), pieces))
+            if len(under_way) == IN_FLIGHT:
+                self._take_in(*under_way.popleft(), targets)
+        for pending, pieces in under_way:
+            self._take_in(pending, pieces, targets)
+        return buffers
+
+    def verify(self, acquired: Acquired) -> list[bool]:
+        """Always true: the server sends sealed bytes, or refuses."""
+        return [True] * (len(acquired.slots) // SLOT_BYTES)
+
+    def writable(self, reserved: Reserved) -> list[torch.Tensor]:
+        """Private buffers, one per reserved object."""
+        _chunks(len(reserved.slots) // SLOT_BYTES, len(self._part_bytes), len(reserved.chunks))
+        return self._buffers(len(reserved.chunks))
+
+    def flush(self, reserved: Reserved, filled: list[torch.Tensor]) -> None:
+        """Send the buffers to the server; raises as `ServerConnection.request` does."""
+        sources = [buffer.numpy().data for buffer in filled]
+        place = {chunk: i for i, chunk in enumerate(reserved.chunks)}
+        under_way: deque[PendingReply] = deque()
+        for pieces in self._messages(reserved.chunks):
+            frames = [
+                sources[place[p.chunk] * len(self._part_bytes) + p.part][p.offset : p.offset + p.length] for p in pieces
+            ]
+            message = Write(self._instance, reserved.reservation, pieces)
+            under_way.append(self._connection.submit(message, timeout=self._timeout, frames=frames))
+            if len(under_way) == IN_FLIGHT:
+                under_way.popleft().wait()
+        for pending in under_way:
+            pending.wait()
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def _buffers(self, chunks: int) -> list[torch.Tensor]:
+        return [torch.empty(length, dtype=torch.uint8) for _ in range(chunks) for length in self._part_bytes]
+
+    def _messages(self, chunks: Sequence[int]) -> Iterator[tuple[Piece, ...]]:
+        """Every byte of every part of `chunks`, in order, as lists of pieces that fit into one message each."""
+        pieces: list[Piece] = []
+        room = self._frame_bytes
+        for chunk in chunks:
+            for part, length in enumerate(self._part_bytes):
+                offset = 0
+                while offset < length:
+                    taken = min(room, length - offset)
+                    pieces.append(Piece(chunk, part, offset, taken))
+                    offset += taken
+                    room -= taken
+                    if not room:
+                        yield tuple(pieces)
+                        pieces, room = [], self._frame_bytes
+        if pieces:
+            yield tuple(pieces)
+
+    def _take_in(self, pending: PendingReply, pieces: tuple[Piece, ...], targets: list[memoryview]) -> None:
+        pending.wait()
+        frames = pending.frames
+        if [len(frame) for frame in frames] != [piece.length for piece in pieces]:
+            raise LMCacheSDKError(
+                f"{self._connection.url} answered a read of {len(pieces)} pieces with {len(frames)} frames "
+                "that do not fit them"
+            )
+        for piece, frame in zip(pieces, frames, strict=True):
+            target = targets[piece.chunk * len(self._part_bytes) + piece.part]
+            target[piece.offset : piece.offset + piece.length] = frame
+
+
+def _slots(packed: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets and generations, as int64."""
+    if not packed:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    if len(packed) % SLOT_BYTES:
+        raise LMCacheSDKError(f"slots: expected a multiple of {SLOT_BYTES} bytes, got {len(packed)}")
+    table = torch.frombuffer(bytearray(packed), dtype=torch.int64).view(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def _chunks(slots: int, parts: int, chunks: int | None) -> int:
+    """How many chunks `slots` slots are; raises LMCacheSDKError unless each of them is whole."""
+    if slots % parts or (chunks is not None and slots != chunks * parts):
+        raise LMCacheSDKError(f"slots: the server sent {slots}, which is not {parts} per chunk")
+    return slots // parts
+
+
+def _list_of_bools(tensor: torch.Tensor) -> list[bool]:
+    return [bool(x) for x in tensor.tolist()]
