@@ -48,10 +48,8 @@ class SharedPool:
         """
         if not name or "/" in name or "\0" in name or name in (".", ".."):
             raise LMCacheSDKError(f"shm_name: expected the name of a file in {SHM_ROOT}, got {name!r}")
-        if pool_bytes <= 0 or align_bytes <= 0 or align_bytes % GENERATION_BYTES or pool_bytes % align_bytes:
-            raise LMCacheSDKError(
-                f"pool: {pool_bytes} bytes in units of {align_bytes} cannot be mapped; expected a whole number of units"
-            )
+        if not 0 < align_bytes <= pool_bytes:
+            raise LMCacheSDKError(f"pool: {pool_bytes} bytes in units of {align_bytes} bytes cannot be mapped")
         fd = _open(name)
         try:
             size = _check(fd, name, pool_bytes, align_bytes)
