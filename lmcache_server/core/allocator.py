@@ -1,8 +1,8 @@
 """Offsets of a pool: which are free, which are taken, how much of each.
 
-Best fit over exact sizes: the free extents of one size form a stack, the sizes present are kept sorted, and an extent is
-merged with its neighbours the moment it is freed. Chunks of one model are all of one size, so the common case is a pop
-from one stack. Sizes are rounded up to `align`; `used` counts the rounded bytes.
+Best fit over exact sizes: the free extents of one size form a stack, the sizes present are kept sorted, and an
+extent is merged with its neighbours the moment it is freed. Chunks of one model are all of one size, so the common
+case is a pop from one stack. Sizes are rounded up to `align`; `used` counts the rounded bytes.
 """
 
 from bisect import bisect_left, insort

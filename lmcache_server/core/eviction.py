@@ -1,11 +1,11 @@
 """Least recently used, leaves first: the order in which chunks go.
 
-Only leaves stand in the queue, so a chunk never goes before what builds on it, and a resident chunk's whole prefix stays resident.
-A use of a chunk is a use of its whole prefix; it is enough to mark the deepest one, because a parent inherits the mark
-of each child that is evicted. That makes a hit O(1) here, whatever its length.
+Only leaves stand in the queue, so a chunk never goes before what builds on it, and a resident chunk's whole prefix
+stays resident. A use of a chunk is a use of its whole prefix; it is enough to mark the deepest one, because a parent
+inherits the mark of each child that is evicted. That makes a hit O(1) here, whatever its length.
 
-The heap is lazy: an entry whose node was used meanwhile goes back with its new mark, an entry whose node may not go now is dropped,
-and whoever makes a node evictable again offers it again.
+The heap is lazy: an entry whose node was used meanwhile goes back with its new mark, an entry whose node may not go
+now is dropped, and whoever makes a node evictable again offers it again.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,11 @@
 """The prefix tree: which chunks follow which.
 
 One tree per root key (namespace and salt); a node is one chunk in the context of everything before it. A child is found
-by its chained hash and taken only if its tokens and extras are equal too: **a hit is never taken on the hash's word**, so
-a collision, found or forged, costs a miss and never serves wrong KV.
+by its chained hash and taken only if its tokens and extras are equal too: **a hit is never taken on the hash's
+word**, so a collision, found or forged, costs a miss and never serves wrong KV.
 
-A node holds one object per part (shard and kernel group). It is complete when none of them is missing; only an unbroken run of
-complete nodes from the root is a hit.
+A node holds one object per part (shard and kernel group). It is complete when none of them is missing; only an
+unbroken run of complete nodes from the root is a hit.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -20,7 +20,9 @@ _NO_EXTRAS: Mapping[int, bytes] = {}
 
 
 class Node(Generic[T]):
-    """One chunk. `parts` are its objects, `missing` how many of them are not sealed, `writers` how many reservations touch it."""
+    """One chunk. `parts` are its objects, `missing` how many of them are not sealed, `writers` how many reservations
+    touch it.
+    """
 
     __slots__ = (
         "children",

@@ -1,14 +1,14 @@
 """Who is registered, how each sees a chunk, and when it was last heard of.
 
-Ids are random and issued here, so two clients can never announce the same one. Whether a silent instance's process still runs is
-for `io` to find out; this file only says who is silent.
+Ids are random and issued here, so two clients can never announce the same one. Whether a silent instance's process
+still runs is for `io` to find out; this file only says who is silent.
 """
 
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lmcache_server.core.l1_cache import View
+from lmcache_server.core.records import View
 from lmcache_server.protocol.keys import Namespace
 from lmcache_server.protocol.layout import fingerprint, slot_bytes
 from lmcache_server.protocol.messages import Register

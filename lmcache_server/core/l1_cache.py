@@ -1,93 +1,36 @@
 """The pool as one thing: index, allocator, eviction and leases joined.
 
-Each public method is one decision, complete when it returns. What it promises, and `check_integrity` verifies:
+Each public method is one decision, complete when it returns. What it promises, and `integrity.check` verifies:
 
 * visible means committed by the owner of the current reservation; time and clean-up abort, they never publish;
 * a leased chunk and its whole prefix stay where they are until the lease ends;
 * bytes that a silent writer may still touch are quarantined: neither visible nor reused, until it answers or is gone;
 * a store that fits in what is evictable succeeds; free + used = pool.
 
-A read lease holds a reference on the objects of its deepest chunk only: eviction takes leaves first, so that protects all of it.
+A read lease holds a reference on the objects of its deepest chunk only: eviction takes leaves first, so that
+protects all of it.
 """
 
-from collections.abc import Iterable, MutableSequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from lmcache_server.core.allocator import Allocator
 from lmcache_server.core.eviction import LeafLRU
-from lmcache_server.core.index import Node, PrefixIndex
+from lmcache_server.core.index import PrefixIndex
 from lmcache_server.core.leases import Lease, LeaseTable
 from lmcache_server.core.memory_obj import Event, MemoryObj, State
-from lmcache_server.protocol.keys import ChunkHasher, Namespace
-from lmcache_server.protocol.messages import Acquired, Committed, CommitState, Prompt, Reserved, SessionId, pack_slots
+from lmcache_server.core.records import ChunkNode, Counters, Entry, GenerationTable, Limits, Reading, Reservation, View
+from lmcache_server.protocol.keys import ChunkHasher
+from lmcache_server.protocol.messages import Acquired, CommitState, Committed, Prompt, Reserved, SessionId, pack_slots
 
-__all__ = ["Counters", "L1Cache", "Limits", "Reservation", "View"]
-
-ChunkNode = Node[MemoryObj]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Sizes in bytes, times in seconds, `watermark` and `ratio` as shares of the pool."""
-
-    pool_bytes: int
-    align_bytes: int
-    watermark: float
-    ratio: float
-    read_ttl: float
-    write_ttl: float
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """How one instance sees a chunk: which of its parts are its own, and the bytes of each part."""
-
-    owner: int
-    namespace: Namespace
-    part_bytes: tuple[int, ...]
-    own: range
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Chunks that one writer fills: index, node, and the objects of the parts that it fills."""
-
-    view: View
-    entries: list[tuple[int, ChunkNode, list[tuple[int, MemoryObj]]]]
-    framed: bool = False
-    """Whether any byte arrived as a frame: then only what arrived whole may be published."""
-
-
-@dataclass(slots=True)
-class Reading:
-    """What a read lease covers: the nodes, first to deepest, and the parts that its owner sees."""
-
-    nodes: list[ChunkNode]
-    own: range
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start; a scripted workload decides each of them exactly."""
-
-    lookups: int = 0
-    requested_tokens: int = 0
-    hit_tokens: int = 0
-    reserved_chunks: int = 0
-    committed_chunks: int = 0
-    aborted_chunks: int = 0
-    lost_chunks: int = 0
-    refused_chunks: int = 0
-    evicted_chunks: int = 0
-    cleared_objects: int = 0
-    expired_reads: int = 0
-    stray_releases: int = 0
+__all__ = ["L1Cache"]
 
 
 class L1Cache:
-    """The pool's contents. `generations` has one entry per alignment unit of the pool and is kept current for readers."""
+    """The pool's contents. `generations` has one entry per alignment unit of the pool and is kept current for
+    readers.
+    """
 
-    def __init__(self, hasher: ChunkHasher, limits: Limits, generations: MutableSequence[int]) -> None:
+    def __init__(self, hasher: ChunkHasher, limits: Limits, generations: GenerationTable) -> None:
         self.hasher = hasher
         self.limits = limits
         self.allocator = Allocator(limits.pool_bytes, limits.align_bytes)
@@ -98,11 +41,11 @@ class L1Cache:
         self.lost: dict[int, Lease[Reservation]] = {}
         self.quarantined_bytes = 0
         self.objects = 0
-        self._generations = generations
+        self.generations = generations
         self._generation = 0
-        self._lru: LeafLRU[ChunkNode] = LeafLRU(self._evictable)
+        self._lru: LeafLRU[ChunkNode] = LeafLRU(self.is_evictable)
 
-    # --- reading ----------------------------------------------------------------------------------------------------
+    # Reading.
 
     def acquire(self, view: View, prompt: Prompt, first: int, lease: bool, now: float) -> Acquired:
         """The longest cached prefix of `prompt`; with `lease`, held from chunk `first` on.
@@ -144,11 +87,11 @@ class L1Cache:
         reads = [self.reads.renew(owner, handle, now + self.limits.read_ttl) for handle in handles]
         return sum(reads)
 
-    # --- writing ----------------------------------------------------------------------------------------------------
+    # Writing.
 
     def reserve(self, view: View, prompt: Prompt, now: float) -> Reserved:
         """Slots for the own parts of `prompt`'s chunks that nobody has or is writing, as many leading ones as fit."""
-        entries: list[tuple[int, ChunkNode, list[tuple[int, MemoryObj]]]] = []
+        entries: list[Entry] = []
         resident = busy = full = 0
         total = self.hasher.count(prompt.tokens)
         walked = 0
@@ -209,7 +152,7 @@ class L1Cache:
         return aborted
 
     def reserved_object(self, owner: int, handle: int, chunk: int, part: int) -> MemoryObj | None:
-        """The object that part number `part` (among the owner's own) of chunk `chunk` of a reservation is written to."""
+        """The object that a reservation holds for its owner's part number `part` of chunk `chunk`."""
         lease = self.writes.get(owner, handle)
         if lease is None:
             return None
@@ -221,13 +164,13 @@ class L1Cache:
         return None
 
     def leased_object(self, owner: int, handle: int, chunk: int, part: int) -> MemoryObj | None:
-        """The object of part number `part` (among the owner's own) of chunk `chunk` (within the lease) of a read lease."""
+        """The object that a read lease covers for its owner's part number `part` of its chunk number `chunk`."""
         lease = self.reads.get(owner, handle)
         if lease is None or not (0 <= chunk < len(lease.subject.nodes) and 0 <= part < len(lease.subject.own)):
             return None
         return lease.subject.nodes[chunk].parts[lease.subject.own[part]]
 
-    # --- ends -------------------------------------------------------------------------------------------------------
+    # Ends.
 
     def end(self, owner: int, session: SessionId) -> bool:
         """One attempt is over: its read leases end, its reservations are aborted. False if it held nothing."""
@@ -239,7 +182,9 @@ class L1Cache:
         return bool(reads or writes)
 
     def leave(self, owner: int, *, may_still_write: bool) -> None:
-        """An instance is gone; if its process may still be running, what it was writing to is quarantined, else freed."""
+        """An instance is gone; if its process may still be running, what it was writing to is quarantined, else
+        freed.
+        """
         for read in self.reads.take_owner(owner):
             self._unhold(read)
         for write in self.writes.take_owner(owner):
@@ -276,52 +221,11 @@ class L1Cache:
         for root in self.index.detach_all():
             for node in reversed(root.subtree()[1:]):
                 self._prune(node)
-        self._lru = LeafLRU(self._evictable)
+        self._lru = LeafLRU(self.is_evictable)
         self.counters.cleared_objects += before - self.objects
         return before - self.objects, self.objects
 
-    # --- truth ------------------------------------------------------------------------------------------------------
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless everything adds up. Costs a walk over all that is resident."""
-        self.allocator.check_integrity()
-        self.reads.check_integrity()
-        self.writes.check_integrity()
-        reachable = [node for _, node in self.index.nodes()]
-        assert len(reachable) == self.index.size, f"index says {self.index.size} nodes, there are {len(reachable)}"
-        nodes = {id(node): node for node in reachable}
-        nodes |= {id(n): n for lease in self.reads for n in lease.subject.nodes[-1].path()}
-        nodes |= {id(n): n for lease in self.writes for _, node, _ in lease.subject.entries for n in node.path()}
-        lost = [obj for lease in self.lost.values() for _, _, taken in lease.subject.entries for _, obj in taken]
-        parts = [part for node in nodes.values() for part in node.parts if part is not None]
-        objects = parts + [obj for obj in lost if obj.state is State.QUARANTINED]
-        objects += [obj for obj in self._orphans() if obj not in objects]
-        assert len(objects) == self.objects, f"{self.objects} objects counted, {len(objects)} found"
-        assert sum(self._rounded(obj.length) for obj in objects) == self.allocator.used, (
-            "used bytes differ from the objects'"
-        )
-        for obj in objects:
-            assert self._generations[obj.offset // self.limits.align_bytes] == obj.generation, (
-                f"{obj!r} has a stale generation"
-            )
-        for node in reachable:
-            assert not node.empty, "a chunk without any object stays in the index"
-            sealed = sum(part is not None and part.state is State.SEALED for part in node.parts)
-            assert node.missing == len(node.parts) - sealed, "a node miscounts its missing parts"
-            assert node.queued or not self._evictable(node), "an evictable chunk is not in the eviction queue"
-        assert sum(part.refs for part in parts) == sum(len(x.subject.nodes[-1].parts) for x in self.reads), (
-            "references leak"
-        )
-
-    def _orphans(self) -> list[MemoryObj]:
-        """Objects lost together with a parent chunk, while their reservation is still open."""
-        open_entries = [taken for lease in self.writes for _, _, taken in lease.subject.entries]
-        return [obj for taken in open_entries for _, obj in taken if obj.state is State.QUARANTINED]
-
-    # --- objects ----------------------------------------------------------------------------------------------------
-
-    def _rounded(self, length: int) -> int:
-        return -(-length // self.limits.align_bytes) * self.limits.align_bytes
+    # Objects.
 
     def _slots(self, nodes: list[ChunkNode], own: range) -> bytes:
         numbers: list[int] = []
@@ -355,7 +259,7 @@ class L1Cache:
                 return None
             offset = self.allocator.allocate(length)
         self._generation += 1
-        self._generations[offset // self.limits.align_bytes] = self._generation
+        self.generations[offset // self.limits.align_bytes] = self._generation
         self.objects += 1
         return MemoryObj(offset, length, self._generation)
 
@@ -366,13 +270,14 @@ class L1Cache:
             return
         if event is Event.ANSWER:
             self.quarantined_bytes -= obj.length
-        self._generations[obj.offset // self.limits.align_bytes] = 0
+        self.generations[obj.offset // self.limits.align_bytes] = 0
         self.allocator.free(obj.offset)
         self.objects -= 1
 
-    # --- nodes ------------------------------------------------------------------------------------------------------
+    # Nodes.
 
-    def _evictable(self, node: ChunkNode) -> bool:
+    def is_evictable(self, node: ChunkNode) -> bool:
+        """Whether `node` may go now: a leaf with objects that nobody reads or writes."""
         if node.children or node.writers:
             return False
         held = False
@@ -429,7 +334,7 @@ class L1Cache:
             part.refs -= 1
         self._settle(node)
 
-    # --- reservations -----------------------------------------------------------------------------------------------
+    # Reservations.
 
     def _seal(self, node: ChunkNode, taken: list[tuple[int, MemoryObj]], framed: bool) -> bool:
         if any(obj.state is not State.RESERVED or (framed and obj.written != obj.length) for _, obj in taken):

@@ -1,8 +1,8 @@
 """Rights that end: who holds what, until when.
 
-A lease has one owner (an instance), one session (an attempt of a request) and one handle. It ends once: by its owner's word, with its
-session, with its owner, or when its time is up; whoever ends it gets it back from `take`-like calls exactly once and undoes what
-it stood for. A handle of somebody else, or an ended one, is simply not there.
+A lease has one owner (an instance), one session (an attempt of a request) and one handle. It ends once: by its
+owner's word, with its session, with its owner, or when its time is up; whoever ends it gets it back from `take`-like
+calls exactly once and undoes what it stood for. A handle of somebody else, or an ended one, is simply not there.
 """
 
 from collections.abc import Hashable, Iterator

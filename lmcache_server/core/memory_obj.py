@@ -1,4 +1,5 @@
-"""The bytes of one key, and what may happen to them. Every change of state goes through `MemoryObj.apply` and this table.
+"""The bytes of one key, and what may happen to them. Every change of state goes through `MemoryObj.apply` and this
+table.
 
 RESERVED     one writer fills it; nobody else sees it
 SEALED       complete, visible, immutable
@@ -50,7 +51,9 @@ class IllegalTransition(AssertionError):
 
 
 class MemoryObj:
-    """`length` bytes at `offset` of the pool, with a reference count for readers and a generation that outlives nobody."""
+    """`length` bytes at `offset` of the pool, with a reference count for readers and a generation that outlives
+    nobody.
+    """
 
     __slots__ = ("generation", "length", "offset", "refs", "state", "written")
 

@@ -1,7 +1,7 @@
 """Which attempts of which requests are under way, oldest use first.
 
-A session begins with the first message that names it and ends by its owner's `end`, with its owner, or after idling too long.
-Using a session again makes it the youngest, so the ones that idled too long are always in front.
+A session begins with the first message that names it and ends by its owner's `end`, with its owner, or after idling
+too long. Using a session again makes it the youngest, so the ones that idled too long are always in front.
 """
 
 from collections import OrderedDict

@@ -3,8 +3,9 @@
     hash(i) = H(hash(i - 1) | tokens of chunk i as uint32 little-endian | extras of chunk i)        hash(-1) = H(seed)
 
 The first two parts have a fixed length, so the input of H is unambiguous. `extras` are tagged bytes for what shapes the
-KV beside the tokens (a LoRA adapter, a media item); the chain carries them into every later chunk. Only whole chunks have
-a hash. Nothing here depends on the process: no seed from the environment, no object identity; tests pin the values.
+KV beside the tokens (a LoRA adapter, a media item); the chain carries them into every later chunk. Only whole chunks
+have a hash. Nothing here depends on the process: no seed from the environment, no object identity; tests pin the
+values.
 
 Whoever takes a hit compares the tokens too (see core.index): a collision may cost a miss and never serves wrong KV.
 """

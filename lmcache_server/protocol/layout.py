@@ -52,7 +52,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KernelGroup:
-    """Layers that share one shape of cache: `layers` are indices into the model, `window` in tokens (0: full attention)."""
+    """Layers that share one shape of cache: `layers` are indices into the model, `window` in tokens (0: full
+    attention).
+    """
 
     layers: tuple[int, ...]
     planes: int

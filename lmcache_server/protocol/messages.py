@@ -11,11 +11,12 @@ Each request has exactly one reply. Life of a prompt's KV, stored by one client 
     hello -> register -> reserve -> (copy into the slots) -> commit -> end
     hello -> register -> acquire -> (copy out of the slots, check their generations) -> release -> end
 
-With shared memory the copies touch the segment directly. Without, `write` and `read` carry the same bytes as raw frames.
+With shared memory the copies touch the segment directly. Without, `write` and `read` carry the same bytes as raw
+frames.
 
-Slots travel packed: for each chunk in order, for each part of the chunk in order, two uint64 little-endian, the offset in
-the pool and the generation. A part is one object: shard-major, then kernel group. A client with a `worker_id` sees that
-shard's parts only; one without sees all.
+Slots travel packed: for each chunk in order, for each part of the chunk in order, two uint64 little-endian, the
+offset in the pool and the generation. A part is one object: shard-major, then kernel group. A client with a
+`worker_id` sees that shard's parts only; one without sees all.
 """
 
 import struct
@@ -54,7 +55,7 @@ def check_salt(salt: str) -> None:
         raise invalid("salt", f"expected at most {MAX_SALT} characters without @ / \\ and NUL, got {salt[:40]!r}")
 
 
-# --- being known ------------------------------------------------------------------------------------------------
+# Being known.
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """Become an instance: a worker of one shard (`worker_id`), or a client of all shards (None: a scheduler, an SDK)."""
+    """Become an instance: a worker of one shard (`worker_id`), or a client of all (None: a scheduler, an SDK)."""
 
     role: str
     model_name: str
@@ -157,7 +158,7 @@ class PingReply:
     renewed: int
 
 
-# --- reading and writing chunks ---------------------------------------------------------------------------------
+# Reading and writing chunks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,8 @@ class SessionId:
 class Prompt:
     """Tokens (uint32 little-endian) and whatever else decides their KV.
 
-    `extras` maps a chunk's index to tagged bytes for what is in that chunk beside tokens; a LoRA adapter stands at chunk 0.
+    `extras` maps a chunk's index to tagged bytes for what is in that chunk beside tokens; a LoRA adapter stands at
+    chunk 0.
     """
 
     session: SessionId
@@ -211,7 +213,7 @@ class Acquire:
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """The prefix is cached for `chunks` chunks; `slots` are those from `first` on. `lease` is 0 when nothing is held."""
+    """`chunks` chunks of the prefix are cached; `slots` are those from `first` on. `lease` is 0 if nothing is held."""
 
     chunks: int
     lease: int = 0
@@ -253,7 +255,8 @@ class Reserved:
     """`chunks` are the indices that are this instance's to fill, ascending, with their slots.
 
     `resident` counts the leading chunks that are cached already. Fewer slots than missing chunks is not an error: the
-    others are being written by somebody else (`busy`), or do not fit (`full`). `reservation` is 0 when there is nothing to fill.
+    others are being written by somebody else (`busy`), or do not fit (`full`). `reservation` is 0 when there is
+    nothing to fill.
     """
 
     reservation: int
@@ -344,7 +347,7 @@ class EndReply:
     ended: int
 
 
-# --- the bytes, where there is no shared memory -------------------------------------------------------------------
+# The bytes, where there is no shared memory.
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +378,9 @@ class WriteReply:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Fetch pieces of leased objects (`chunk` counts from the first chunk of the lease); raw frame i of the reply holds piece i."""
+    """Fetch pieces of leased objects (`chunk` counts from the first chunk of the lease); raw frame i of the reply
+    holds piece i.
+    """
 
     instance: int
     lease: int
@@ -389,7 +394,7 @@ class ReadReply:
     length: int
 
 
-# --- administration -----------------------------------------------------------------------------------------------
+# Administration.
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +454,7 @@ OPERATIONS: dict[str, tuple[type[Any], type[Any]]] = {
 """Operation name -> (request, reply)."""
 
 
-# --- slots ----------------------------------------------------------------------------------------------------------
+# Slots.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,154 @@
+"""The pool's memory: one POSIX shared-memory segment owned by this process, or private memory with the same face.
+
+    [ pool: pool_bytes ][ generations: one uint64 little-endian per align_bytes of the pool ][ mark: 16 bytes ]
+
+Rules. The segment is created with the mode that was asked for, never adopted. The owner holds an exclusive flock on
+it as long as it lives, which the kernel drops with the process: a marked segment whose lock is free belongs to
+nobody and may be reclaimed, anything else under the same name is refused. Clients map it and never unlink it.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import posix_ipc
+
+__all__ = ["Pool", "PoolError", "create_private_pool", "create_shared_pool", "progress_bar", "reclaim_orphans"]
+
+SHM_ROOT = Path("/dev/shm")
+_MARK = b"lmcache-pool-v1\0"
+_STEP = 64 * 2**20
+
+
+class PoolError(Exception):
+    """The pool cannot be made as it was asked for: one sentence that says why and what would help."""
+
+
+class Pool:
+    """Mapped memory: `data` is the pool, `generations` the table that readers check, `name` the segment's ("" if
+    private).
+    """
+
+    def __init__(self, mapping: mmap.mmap, pool_bytes: int, align_bytes: int, name: str, fd: int) -> None:
+        table = pool_bytes // align_bytes * 8
+        whole = memoryview(mapping)
+        self.name = name
+        self.data = whole[:pool_bytes]
+        self.generations = whole[pool_bytes : pool_bytes + table].cast("Q")
+        self._mapping = mapping
+        self._fd = fd
+
+    def close(self) -> None:
+        """Unmap the memory and, if it is a segment, remove it. Safe to call twice."""
+        if self.name:
+            with contextlib.suppress(posix_ipc.ExistentialError):
+                posix_ipc.unlink_shared_memory("/" + self.name)
+            self.name = ""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self.data.release()
+        self.generations.release()
+        with contextlib.suppress(BufferError):
+            self._mapping.close()
+
+
+def create_private_pool(pool_bytes: int, align_bytes: int) -> Pool:
+    """A pool that no other process can map; its bytes travel as frames."""
+    mapping = mmap.mmap(-1, _segment_bytes(pool_bytes, align_bytes))
+    return Pool(mapping, pool_bytes, align_bytes, "", -1)
+
+
+def create_shared_pool(
+    name: str, pool_bytes: int, align_bytes: int, mode: int, progress: Callable[[float], None] | None
+) -> Pool:
+    """A pool in a new segment; with `progress`, every page is taken now. Raises PoolError."""
+    size = _segment_bytes(pool_bytes, align_bytes)
+    _check_space(name, size)
+    _reclaim(SHM_ROOT / name)
+    try:
+        segment = posix_ipc.SharedMemory("/" + name, posix_ipc.O_CREX, mode=mode, size=size)
+    except posix_ipc.ExistentialError:
+        raise PoolError(
+            f"shared memory {SHM_ROOT / name} exists and is not an abandoned pool of this server: "
+            "another server uses it, or it is foreign; choose another --shm-name or remove the file"
+        ) from None
+    except (OSError, posix_ipc.PermissionsError) as error:
+        raise PoolError(f"shared memory {SHM_ROOT / name} cannot be created: {error}") from error
+    try:
+        fcntl.flock(segment.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.fchmod(segment.fd, mode)
+        if progress is not None:
+            _take_pages(segment.fd, size, progress)
+        mapping = mmap.mmap(segment.fd, size)
+        mapping[-len(_MARK) :] = _MARK
+    except OSError as error:
+        posix_ipc.unlink_shared_memory("/" + name)
+        os.close(segment.fd)
+        raise PoolError(
+            f"shared memory {SHM_ROOT / name} of {size} bytes cannot be prepared: {error.strerror}"
+        ) from error
+    return Pool(mapping, pool_bytes, align_bytes, name, segment.fd)
+
+
+def reclaim_orphans(prefix: str) -> list[str]:
+    """Remove every abandoned pool whose name begins with `prefix`; which they were."""
+    return [path.name for path in sorted(SHM_ROOT.glob(prefix + "*")) if _reclaim(path)]
+
+
+def _segment_bytes(pool_bytes: int, align_bytes: int) -> int:
+    return pool_bytes + pool_bytes // align_bytes * 8 + len(_MARK)
+
+
+def _check_space(name: str, size: int) -> None:
+    """A mapping larger than the file system would end in SIGBUS at some later write."""
+    existing = SHM_ROOT / name
+    reclaimable = existing.stat().st_blocks * 512 if existing.exists() else 0
+    free = os.statvfs(SHM_ROOT)
+    available = free.f_bavail * free.f_frsize + reclaimable
+    if size > available:
+        raise PoolError(
+            f"the pool needs {size / 2**30:.2f} GiB of shared memory, {SHM_ROOT} has {available / 2**30:.2f} GiB free; "
+            "make --l1-size-gb smaller, enlarge /dev/shm (docker: --shm-size), or serve without it (--shm-name '')"
+        )
+
+
+def _reclaim(path: Path) -> bool:
+    """Unlink an abandoned pool: marked as ours, and its owner's lock is free."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        end = os.fstat(fd).st_size
+        if end < len(_MARK) or os.pread(fd, len(_MARK), end - len(_MARK)) != _MARK:
+            return False
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _take_pages(fd: int, size: int, progress: Callable[[float], None]) -> None:
+    for start in range(0, size, _STEP):
+        os.posix_fallocate(fd, start, min(_STEP, size - start))
+        progress(min(1.0, (start + _STEP) / size))
+
+
+def progress_bar(label: str) -> Callable[[float], None]:
+    """A bar on the terminal's last line; nothing where stderr is not a terminal."""
+
+    def show(share: float) -> None:
+        if sys.stderr.isatty():
+            filled = int(share * 40)
+            end = "\n" if share >= 1 else ""
+            print(f"\r{label} [{'#' * filled}{'.' * (40 - filled)}] {share:4.0%}", end=end, file=sys.stderr, flush=True)
+
+    return show
