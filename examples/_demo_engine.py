@@ -31,6 +31,10 @@ ENVIRONMENT = {
 
 START_SECONDS = 180.0
 
+WARM_UP = (1, 2, 3, 4, 5, 6, 7, 8)
+"""The first prompt of an engine. On a CPU with AMX, vLLM 0.32 dies of an illegal instruction if its first prompt has
+fewer than five tokens; a longer one makes a library ask for the right to use AMX, for the life of the process."""
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -41,6 +45,10 @@ class Completion:
     cached_tokens: int
     """Prompt tokens whose KV the engine did not compute: its own cache's and the connector's."""
     ttft_ms: float
+
+
+class EngineFailed(RuntimeError):
+    """The engine refused a request, or failed at it."""
 
 
 class Engine:
@@ -58,8 +66,8 @@ class Engine:
         self.model = str(model)
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--return-tokens-as-token-ids"]
-        command += ["--enable-prompt-tokens-details", "--max-logprobs", "20", *arguments]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", weights_dtype(model)]
+        command += ["--enforce-eager", "--return-tokens-as-token-ids", "--enable-prompt-tokens-details", *arguments]
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
         self.process = ChildProcess("vLLM", command, log, {**ENVIRONMENT, **(environment or {})})
@@ -74,8 +82,9 @@ class Engine:
         self.stop()
 
     def wait_until_ready(self, seconds: float = START_SECONDS) -> None:
-        """Return when the engine serves; raise ProcessFailed with its log otherwise."""
+        """Return when the engine has served a first prompt; raise ProcessFailed with its log otherwise."""
         self.process.wait_until_answers(f"{self.url}/health", seconds)
+        self.complete(WARM_UP)
 
     def stop(self) -> None:
         """End the engine and its workers."""
@@ -113,7 +122,7 @@ class Engine:
         start = time.perf_counter()
         with self._http.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
-                raise RuntimeError(f"vLLM answered {response.status_code}: {response.read().decode(errors='replace')}")
+                raise EngineFailed(f"vLLM answered {response.status_code}: {response.read().decode(errors='replace')}")
             for event in _events(response):
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:
@@ -126,15 +135,20 @@ class Engine:
         return Completion(tuple(tokens), tuple(logprobs), int(details.get("cached_tokens") or 0), (first - start) * 1e3)
 
 
+def weights_dtype(model: Path) -> str:
+    """The dtype that `model` was saved in. vLLM's own choice would run a float32 model in bfloat16."""
+    return str(json.loads((model / "config.json").read_text())["dtype"])
+
+
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream; raises RuntimeError for one that reports an error."""
+    """The JSON objects of a server-sent event stream; raises EngineFailed for one that reports an error."""
     for line in response.iter_lines():
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":
             continue
         event = json.loads(data)
         if "error" in event:
-            raise RuntimeError(f"vLLM failed while streaming: {event['error']}")
+            raise EngineFailed(f"vLLM failed while streaming: {event['error']}")
         yield event
 
 

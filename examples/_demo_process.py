@@ -83,20 +83,34 @@ class ChildProcess:
             self._process.kill()
             return self._process.wait()
         finally:
-            self._end_group()
+            self._end_group(grace)
 
     def kill(self) -> None:
         """End the command at once, without a chance to clean up."""
         self._process.kill()
         self._process.wait()
-        self._end_group()
+        self._end_group(0.0)
 
     def tail(self) -> str:
         """The last lines of the log."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join([f"--- the end of {self.log} ---", *lines[-LOG_LINES:]])
 
-    def _end_group(self) -> None:
-        # The group outlives its leader only if the leader left children behind.
+    def _end_group(self, grace: float) -> None:
+        # The group outlives its leader while the leader's own children clean up after themselves.
+        deadline = time.monotonic() + grace
+        while self.group() and time.monotonic() < deadline:
+            time.sleep(0.02)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def group(self) -> list[int]:
+        """The processes of this command's group that have not ended."""
+        members = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                # pid (name) state parent group ...; the name may hold anything, a parenthesis too.
+                state, _, group, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
+                if int(group) == self.pid and state != "Z":
+                    members.append(int(path.parent.name))
+        return members

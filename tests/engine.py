@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _demo_engine import ENVIRONMENT, Completion, Engine
+from _demo_engine import ENVIRONMENT, WARM_UP, Completion, Engine, weights_dtype
 from tiny_model import build_tiny_model
 
 __all__ = [
@@ -75,12 +75,13 @@ class InProcessEngine:
 
         self.llm = LLM(
             model=str(model),
+            dtype=weights_dtype(model),
             enforce_eager=True,
-            max_logprobs=20,
             kv_transfer_config=KVTransferConfig(**connector) if connector is not None else None,
             **{"max_model_len": 4096, "max_num_seqs": 16, "disable_log_stats": True, **options},
         )
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
+        self.complete(WARM_UP)
 
     def complete(
         self, prompt: Sequence[int], *, max_tokens: int = 1, cache_salt: str = "", top: int = 5, **sampling: Any
