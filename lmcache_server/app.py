@@ -13,8 +13,10 @@ import logging
 import secrets
 import signal
 import time
+from collections.abc import Sequence
 
 from lmcache_server import __version__
+from lmcache_server.compat import Compat
 from lmcache_server.config import SHM_PREFIX, Settings
 from lmcache_server.core.instances import InstanceTable
 from lmcache_server.core.l1_cache import L1Cache
@@ -24,7 +26,7 @@ from lmcache_server.io import http_api
 from lmcache_server.io.process import process_gone
 from lmcache_server.io.shm import Pool, create_private_pool, create_shared_pool, progress_bar, reclaim_orphans
 from lmcache_server.io.ticker import Ticker
-from lmcache_server.io.zmq_server import ZmqServer
+from lmcache_server.io.zmq_server import Buffer, Handler, ZmqServer
 from lmcache_server.metrics import render
 from lmcache_server.protocol.keys import ChunkHasher
 from lmcache_server.protocol.messages import PROTOCOL_VERSION, HelloReply, Transport
@@ -54,9 +56,9 @@ async def serve(settings: Settings) -> None:
         pool = _create_pool(settings)
         stack.callback(pool.close)
         ticker = Ticker(time.monotonic)
-        service, status = _build(settings, pool, ticker, zmq_server)
+        service, compat, status = _build(settings, pool, ticker, zmq_server)
         http = http_api.HttpServer(http_api.build_app(_routes(status, service)), listener)
-        zmq_server.start(loop, service.handle)
+        zmq_server.start(loop, _dialects(service, compat))
         ticker.every(TICK_SECONDS, "leases", lambda: service.tick(process_gone))
         # Reading the socket is driven by its descriptor; this only makes sure that no edge was missed.
         ticker.every(TICK_SECONDS, "socket", zmq_server.drain)
@@ -74,7 +76,7 @@ async def serve(settings: Settings) -> None:
         await ticker.stop()
 
 
-def _build(settings: Settings, pool: Pool, ticker: Ticker, zmq_server: ZmqServer) -> tuple[Service, Status]:
+def _build(settings: Settings, pool: Pool, ticker: Ticker, zmq_server: ZmqServer) -> tuple[Service, Compat, Status]:
     hasher = ChunkHasher(settings.chunk_size, settings.hash_algorithm)
     limits = Limits(
         settings.pool_bytes,
@@ -95,7 +97,19 @@ def _build(settings: Settings, pool: Pool, ticker: Ticker, zmq_server: ZmqServer
         return dataclasses.asdict(service.traffic) | {"dropped_replies": zmq_server.dropped_replies}
 
     status = Status(settings, hello, cache, instances, sessions, ticker.health, traffic)
-    return service, status
+    grace = settings.worker_registration_grace_seconds
+    return service, Compat(hello, cache, instances, time.monotonic, service.clear, grace), status
+
+
+def _dialects(service: Service, compat: Compat) -> Handler:
+    """Two dialects on one socket: numbers and their names are LMCache's, all else is ours."""
+
+    def answer(operation: bytes, frames: Sequence[Buffer]) -> list[Buffer]:
+        if compat.speaks(operation):
+            return compat.handle(operation, frames)
+        return [operation, *service.handle(operation, frames)]
+
+    return answer
 
 
 def _hello(settings: Settings, pool: Pool) -> HelloReply:

@@ -22,6 +22,7 @@ from lmcache_server.protocol.keys import HASH_ALGORITHMS
 __all__ = ["SHM_PREFIX", "Settings", "SettingsError", "add_flags", "load"]
 
 GIB = 2**30
+PAGE = 4096
 SHM_PREFIX = "lmcache_l1_pool_"
 T = TypeVar("T")
 
@@ -70,6 +71,9 @@ class Settings:
     l1_read_ttl_seconds: float = _setting(300.0, "seconds until a read lease that nobody renews ends")
     session_ttl_seconds: float = _setting(600.0, "seconds of idling until a request that nobody ended is ended")
     worker_reap_timeout_seconds: float = _setting(120.0, "seconds of silence until an instance is forgotten")
+    worker_registration_grace_seconds: float = _setting(
+        3600.0, "the same for clients of LMCache that never ping, as its SDK does not"
+    )
     hash_algorithm: str = _setting(
         "xxh3_128", "how chunks are hashed (hits compare the tokens too)", list(HASH_ALGORITHMS)
     )
@@ -78,8 +82,8 @@ class Settings:
 
     @property
     def pool_bytes(self) -> int:
-        """Size of the pool in bytes."""
-        return int(self.l1_size_gb * GIB)
+        """Size of the pool in bytes, whole pages."""
+        return int(self.l1_size_gb * GIB) // PAGE * PAGE
 
     @property
     def segment_name(self) -> str:
@@ -207,7 +211,13 @@ def _check(settings: Settings) -> None:
     for name in ("eviction_trigger_watermark", "eviction_ratio"):
         if not 0 < getattr(settings, name) <= 1:
             refuse(name, "a share above 0 and at most 1")
-    for name in ("l1_write_ttl_seconds", "l1_read_ttl_seconds", "session_ttl_seconds", "worker_reap_timeout_seconds"):
+    for name in (
+        "l1_write_ttl_seconds",
+        "l1_read_ttl_seconds",
+        "session_ttl_seconds",
+        "worker_reap_timeout_seconds",
+        "worker_registration_grace_seconds",
+    ):
         if not 0 < getattr(settings, name) < math.inf:
             refuse(name, "a number of seconds above 0")
     if "/" in settings.segment_name or len(settings.segment_name) > 200 or "\0" in settings.segment_name:

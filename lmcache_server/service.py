@@ -274,11 +274,11 @@ class Service:
             process = instance.register.process
             if process is not None and process_gone(process):
                 self._forget(instance, "its process ended", may_still_write=False)
-        for instance in self._instances.silent(now - self._hello.reap_seconds):
+        for instance in self._instances.silent(now, self._hello.reap_seconds):
             process = instance.register.process
             # A process that is known to run may wake up and write on; any other is taken to be gone.
             alive = process is not None and process_gone(process) is False
-            self._forget(instance, f"silent for {self._hello.reap_seconds:g} s", may_still_write=alive)
+            self._forget(instance, f"silent for {now - instance.last_seen:.0f} s", may_still_write=alive)
             if process is not None and alive:
                 self._lingering[instance.id] = process
         for owner, process in list(self._lingering.items()):

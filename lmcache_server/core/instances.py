@@ -24,6 +24,8 @@ class Instance:
     register: Register
     view: View
     last_seen: float
+    patience: float | None = None
+    """Seconds of silence that are granted; None: what the server grants to all."""
 
 
 def view_of(owner: int, register: Register, chunk_size: int) -> View:
@@ -71,6 +73,6 @@ class InstanceTable:
         """Forget an instance; None if it was not there."""
         return self._instances.pop(owner, None)
 
-    def silent(self, since: float) -> list[Instance]:
-        """Instances not heard of since that time."""
-        return [instance for instance in self._instances.values() if instance.last_seen < since]
+    def silent(self, now: float, patience: float) -> list[Instance]:
+        """Instances not heard of for `patience` seconds, or as long as each of them was granted."""
+        return [i for i in self._instances.values() if now - i.last_seen > (i.patience or patience)]

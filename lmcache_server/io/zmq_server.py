@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-__all__ = ["BindError", "ZmqServer"]
+__all__ = ["BindError", "Buffer", "Handler", "ZmqServer"]
 
 log = logging.getLogger(__name__)
 Buffer = bytes | memoryview
@@ -51,7 +51,7 @@ class ZmqServer:
             ) from error
 
     def start(self, loop: asyncio.AbstractEventLoop, handler: Handler) -> None:
-        """Answer every message with what `handler(operation, payload frames)` returns, in `loop`."""
+        """Answer every message in `loop`: its uid, then what `handler(operation, payload frames)` returns."""
         self._loop, self._handler = loop, handler
         loop.add_reader(self._socket.fileno(), self.drain)
         loop.call_soon(self.drain)
@@ -79,7 +79,7 @@ class ZmqServer:
         uid, operation, *payload = [*message, b"", b""][: max(2, len(message))]
         reply = self._handler(operation, payload)
         try:
-            self._socket.send_multipart([identity, uid, operation, *reply], zmq.NOBLOCK, copy=_small(reply))
+            self._socket.send_multipart([identity, uid, *reply], zmq.NOBLOCK, copy=_small(reply))
         except zmq.ZMQError as error:
             # The peer is gone, or does not read: its own deadline tells it.
             self.dropped_replies += 1
