@@ -61,11 +61,13 @@ class ChunkGeometry:
 
     def join(self, slots: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Copy chunks 0, 1, ... out of `slots` (chunk-major, then shard) to the front of `out`."""
+        out = out.detach()
         for i, slot in enumerate(slots):
             self.place(out, i // self.shards, i % self.shards).copy_(self.view(slot))
 
     def split(self, tensor: torch.Tensor, chunks: Sequence[int], slots: Sequence[torch.Tensor]) -> None:
         """Copy the chunks with indices `chunks` of `tensor` into `slots` (chunk-major, then shard)."""
+        tensor = tensor.detach()  # the pool must not become part of somebody's autograd graph
         for i, slot in enumerate(slots):
             self.view(slot).copy_(self.place(tensor, chunks[i // self.shards], i % self.shards))
 

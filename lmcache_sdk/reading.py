@@ -1,0 +1,146 @@
+"""Taking cached chunks out: acquire, copy or look, verify, release. One attempt each; whoever calls decides on another.
+
+Nothing wrong is ever handed out: a slot is checked after it was copied, and only the chunks up to the first that
+changed count. The lease is kept alive while it is used and given back however the reading ends.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import overload
+
+import torch
+
+from lmcache_sdk.attachment import Attachment
+from lmcache_sdk.errors import LMCacheSDKError, ServerRefused, ServerUnavailable
+from lmcache_sdk.heartbeat import Heartbeat
+from lmcache_sdk.views import ChunkGeometry
+from lmcache_server.protocol.errors import ErrorCode
+from lmcache_server.protocol.messages import Acquire, Acquired, End, Prompt, Release
+
+__all__ = ["CacheView", "cached_chunks", "retrieve", "view"]
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_SECONDS = 1.0
+"""How long a reader that has all it wanted waits to hear that its lease ended."""
+
+
+class CacheView(Sequence[torch.Tensor]):
+    """Cached chunks where they lie: tensors [planes, L, chunk, D] in order, for the first `tokens` tokens.
+
+    With shared memory they are the pool itself: look, do not write, and do not keep them. A cache in several shards is
+    joined, which copies.
+    """
+
+    def __init__(self, chunks: list[torch.Tensor], chunk_size: int) -> None:
+        self.tokens = len(chunks) * chunk_size
+        self._chunks = chunks
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+        """One chunk, or some."""
+        return self._chunks[index]
+
+    def __len__(self) -> int:
+        """How many chunks are cached."""
+        return len(self._chunks)
+
+    def __repr__(self) -> str:
+        shape = f" of {list(self._chunks[0].shape)}" if self._chunks else ""
+        return f"<CacheView: {self.tokens} tokens, {len(self)} chunks{shape}>"
+
+
+def cached_chunks(attachment: Attachment, prompt: Prompt, timeout: float) -> int:
+    """How many chunks of `prompt` are cached now; nothing is held."""
+    request = Acquire(attachment.instance, (prompt,), lease=False)
+    (acquired,) = attachment.connection.request(request, timeout=timeout).results
+    return int(acquired.chunks)
+
+
+def retrieve(
+    attachment: Attachment,
+    geometry: ChunkGeometry,
+    heartbeat: Heartbeat,
+    prompt: Prompt,
+    out: torch.Tensor | None,
+    timeout: float,
+) -> tuple[torch.Tensor | None, bool]:
+    """The cached prefix (None: nothing), new or in `out`, and whether all that was found could be verified."""
+    with _leased(attachment, heartbeat, prompt, timeout) as acquired:
+        if not acquired.chunks:
+            return None, True
+        tokens = acquired.chunks * geometry.tokens
+        target = torch.empty(geometry.shape(tokens), dtype=geometry.dtype) if out is None else out
+        if target.shape[2] < tokens:
+            expected = list(geometry.shape(tokens))
+            raise LMCacheSDKError(f"out: expected room for {tokens} cached tokens {expected}, got {list(target.shape)}")
+        try:
+            slots = attachment.transfer.readable(acquired)
+        except ServerRefused as refusal:
+            if refusal.code is not ErrorCode.UNKNOWN_LEASE:
+                raise
+            return None, False
+        geometry.join(slots, target)
+        verified = attachment.transfer.verify(acquired)
+    good = _leading(verified) // geometry.shards * geometry.tokens
+    return (target.narrow(2, 0, good) if good else None), good == tokens
+
+
+@contextmanager
+def view(
+    attachment: Attachment, geometry: ChunkGeometry, heartbeat: Heartbeat, prompt: Prompt, timeout: float
+) -> Iterator[CacheView]:
+    """The cached prefix where it lies, leased while the block runs.
+
+    Raises LMCacheSDKError at the end of the block if a slot changed during it: what was seen may be another's.
+    """
+    with _leased(attachment, heartbeat, prompt, timeout) as acquired:
+        slots = attachment.transfer.readable(acquired) if acquired.chunks else []
+        yield CacheView(_joined(geometry, slots), geometry.tokens)
+        changed = attachment.transfer.verify(acquired).count(False) if slots else 0
+    if changed:
+        raise LMCacheSDKError(
+            f"{changed} of {len(slots)} slots were reused while they were viewed (the lease was lost): "
+            "what was seen is void"
+        )
+
+
+@contextmanager
+def _leased(attachment: Attachment, heartbeat: Heartbeat, prompt: Prompt, timeout: float) -> Iterator[Acquired]:
+    lease, farewell = 0, FAREWELL_SECONDS
+    try:
+        request = Acquire(attachment.instance, (prompt,))
+        (acquired,) = attachment.connection.request(request, timeout=timeout).results
+        lease = acquired.lease
+        with heartbeat.holding(lease):
+            yield acquired
+    except ServerUnavailable:
+        farewell = 0.0
+        raise
+    finally:
+        _give_back(attachment, lease, prompt, farewell)
+
+
+def _give_back(attachment: Attachment, lease: int, prompt: Prompt, wait: float) -> None:
+    """Release and end. What the server does not hear it does by itself, when the lease or this client runs out."""
+    try:
+        if lease:
+            attachment.connection.submit(Release(attachment.instance, (lease,)))
+        attachment.connection.submit(End(attachment.instance, (prompt.session,))).poll(wait)
+    except LMCacheSDKError as error:
+        logger.debug("lease %d was not given back: %s", lease, error)
+
+
+def _joined(geometry: ChunkGeometry, slots: list[torch.Tensor]) -> list[torch.Tensor]:
+    parts = [geometry.view(slot) for slot in slots]
+    if geometry.shards == 1:
+        return parts
+    return [torch.cat(parts[i : i + geometry.shards], dim=3) for i in range(0, len(parts), geometry.shards)]
+
+
+def _leading(verified: list[bool]) -> int:
+    return verified.index(False) if False in verified else len(verified)
