@@ -1,0 +1,94 @@
+"""Decisions of the server's core per second, without any I/O, at 1,000 to 1,000,000 resident chunks.
+
+Why: everything else stands on these calls, and they must not grow slower as the cache fills. The pool is imaginary (a
+chunk is one allocation unit), the token ids are not: every decision hashes and compares them.
+"""
+
+import argparse
+import itertools
+import random
+import struct
+from array import array
+from collections.abc import Callable
+
+from benchmarks._measure import interleaved, report
+from lmcache_server.core.l1_cache import L1Cache
+from lmcache_server.core.records import Limits, View
+from lmcache_server.protocol.keys import ChunkHasher, Namespace
+from lmcache_server.protocol.layout import Kind
+from lmcache_server.protocol.messages import Prompt, SessionId
+
+CHUNK, ALIGN, PROMPT_CHUNKS = 256, 64, 32
+
+
+_BODY = struct.pack(f"<{CHUNK * PROMPT_CHUNKS}I", *random.Random(0).choices(range(150_000), k=CHUNK * PROMPT_CHUNKS))
+
+
+def prompt(seed: int) -> Prompt:
+    """A prompt of 32 chunks (8k tokens); its first token makes every chunk's hash its own."""
+    return Prompt(SessionId(f"r{seed}"), struct.pack("<I", seed) + _BODY[4:])
+
+
+def filled(chunks: int) -> tuple[L1Cache, View, list[Prompt]]:
+    """A cache with `chunks` resident chunks, and some of the prompts in it."""
+    pool = (chunks + 4 * PROMPT_CHUNKS) * ALIGN
+    limits = Limits(pool, ALIGN, 1.0, 0.2, 300.0, 600.0)
+    cache = L1Cache(ChunkHasher(CHUNK), limits, array("Q", bytes(pool // ALIGN * 8)))
+    view = View(1, Namespace("model", "", Kind.KV, "layout", 1), (ALIGN,), range(1))
+    kept = []
+    for seed in range(max(1, chunks // PROMPT_CHUNKS)):
+        one = prompt(seed)
+        cache.commit(1, cache.reserve(view, one, 0.0).reservation, None)
+        if seed % max(1, chunks // PROMPT_CHUNKS // 64) == 0:
+            kept.append(one)
+    return cache, view, kept
+
+
+def looking_up(size: int) -> Callable[[], None]:
+    """A full hit of 8k tokens, leased and released."""
+    cache, view, kept = filled(size)
+    turn = itertools.cycle(kept)
+    assert cache.acquire(view, kept[0], 0, False, 0.0).chunks == PROMPT_CHUNKS
+
+    def call() -> None:
+        cache.release(1, [cache.acquire(view, next(turn), 0, True, 0.0).lease])
+
+    return call
+
+
+def storing(size: int) -> Callable[[], None]:
+    """8k new tokens stored in a full pool: each chunk evicts another."""
+    cache, view, _ = filled(size)
+    fresh = (prompt(seed) for seed in itertools.count(size))
+
+    def call() -> None:
+        cache.commit(1, cache.reserve(view, next(fresh), 0.0).reservation, None)
+
+    return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1_000, 100_000, 1_000_000])
+    options = parser.parse_args()
+    calls = {}
+    for size in options.sizes:
+        calls[f"acquire+release @{size}"] = looking_up(size)
+        calls[f"reserve+commit, evicting @{size}"] = storing(size)
+    samples = interleaved(calls, repeats=15, inner=40)
+    smallest = options.sizes[0]
+    rows = []
+    for name, sample in samples.items():
+        base = samples[f"{name.split('@')[0]}@{smallest}"]
+        rows.append([name, sample.median * 1e6, 1 / sample.median, str(sample.over(base))])
+    growth = samples[f"acquire+release @{options.sizes[-1]}"].over(samples[f"acquire+release @{smallest}"])
+    report(
+        "core decisions, prompts of 8k tokens",
+        ["decision @resident chunks", "us", "per second", f"ratio to {smallest}"],
+        rows,
+        {"lookup_growth": growth.median, "lookups_per_second": 1 / samples[f"acquire+release @{smallest}"].median},
+    )
+
+
+if __name__ == "__main__":
+    main()
