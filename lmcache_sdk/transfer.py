@@ -31,8 +31,15 @@ IN_FLIGHT = 4
 class Transfer(Protocol):
     """Moves the bytes of leased and reserved chunks of one instance."""
 
-    def readable(self, acquired: Acquired) -> list[torch.Tensor]:
-        """The bytes of each leased (chunk, part): views of the pool, or private copies."""
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """All the memory that slots lie in, for whoever wants to page-lock it; None if there is no such memory."""
+
+    def readable(self, acquired: Acquired, holder: int | None = None) -> list[torch.Tensor]:
+        """The bytes of each leased (chunk, part): views of the pool, or private copies.
+
+        `holder` is the instance whose lease it is, if it is another's (an engine's scheduler leases for its workers).
+        """
 
     def verify(self, acquired: Acquired) -> list[bool]:
         """After the copy: whether each (chunk, part) was still there, so that what was copied is its bytes."""
@@ -57,7 +64,12 @@ class SharedMemoryTransfer:
     def __repr__(self) -> str:
         return f"SharedMemoryTransfer({self._pool.name if self._pool else 'closed'})"
 
-    def readable(self, acquired: Acquired) -> list[torch.Tensor]:
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """The pool."""
+        return self._open().tensor
+
+    def readable(self, acquired: Acquired, holder: int | None = None) -> list[torch.Tensor]:
         """Views of the leased slots; valid until the lease is released."""
         offsets, _ = _slots(acquired.slots)
         return self._views(offsets)
@@ -116,7 +128,12 @@ class FrameTransfer:
     def __repr__(self) -> str:
         return f"FrameTransfer({self._connection.url})"
 
-    def readable(self, acquired: Acquired) -> list[torch.Tensor]:
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """None: the buffers are private and new each time."""
+        return None
+
+    def readable(self, acquired: Acquired, holder: int | None = None) -> list[torch.Tensor]:
         """Fetch the leased objects into private buffers; raises as `ServerConnection.request` does."""
         count = len(acquired.slots) // SLOT_BYTES
         chunks = range(_chunks(count, len(self._part_bytes), None))
@@ -124,7 +141,7 @@ class FrameTransfer:
         targets = [buffer.numpy().data for buffer in buffers]
         under_way: deque[tuple[PendingReply, tuple[Piece, ...]]] = deque()
         for pieces in self._messages(chunks):
-            message = Read(self._instance, acquired.lease, pieces)
+            message = Read(self._instance if holder is None else holder, acquired.lease, pieces)
             under_way.append((self._connection.submit(message, timeout=self._timeout), pieces))
             if len(under_way) == IN_FLIGHT:
                 self._take_in(*under_way.popleft(), targets)
