@@ -1,0 +1,74 @@
+"""Keeping some tokens of a cached prompt: gather them on the token axis, and move their keys to where they stand now.
+
+    tokens      a b c d e f g h          positions 0 1 2 3 4 5 6 7
+    kept        0 1 4 5
+    afterwards  a b e f                  positions 0 1 2 3: the keys of e and f are turned from 4, 5 to 2, 3
+
+The values stay as they were computed, with the dropped tokens in view: that is the point of dropping tokens from a
+cache instead of from the prompt. Token i of a cache always stands at position i, so edits can follow each other.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
+from lmcache_sdk.context import ModifyFnType
+from lmcache_sdk.edits.rotary import Rotary
+from lmcache_sdk.errors import LMCacheSDKError
+
+__all__ = ["EveryOtherChunk", "TokenSelector", "keep_tokens", "token_dropping"]
+
+
+class TokenSelector(Protocol):
+    """Decides which tokens of one request stay."""
+
+    def __call__(self, tensors: Mapping[LMCacheSDKCacheKind, torch.Tensor], tokens: Sequence[int]) -> Sequence[int]:
+        """Indices into `tokens` that stay, ascending. `tensors` holds what is cached for them: KV is `[2, L, T, D]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EveryOtherChunk:
+    """Keeps the first chunk, drops the second, and so on: half of the chunks, whatever is in them."""
+
+    chunk_size: int
+
+    def __call__(self, tensors: Mapping[LMCacheSDKCacheKind, torch.Tensor], tokens: Sequence[int]) -> Sequence[int]:
+        """Indices of the tokens in chunks 0, 2, 4, ..."""
+        return [i for i in range(len(tokens)) if (i // self.chunk_size) % 2 == 0]
+
+
+def token_dropping(select: TokenSelector, rotary: Rotary) -> ModifyFnType:
+    """The edit function that keeps what `select` chooses, for a model whose keys are turned by `rotary`."""
+
+    def edit(
+        tensors: Mapping[LMCacheSDKCacheKind, torch.Tensor], tokens: Sequence[int]
+    ) -> tuple[torch.Tensor, Sequence[int]]:
+        return keep_tokens(tensors[LMCacheSDKCacheKind.KV], tokens, select(tensors, tokens), rotary)
+
+    return edit
+
+
+def keep_tokens(
+    kv: torch.Tensor, tokens: Sequence[int], kept: Sequence[int], rotary: Rotary
+) -> tuple[torch.Tensor, list[int]]:
+    """New KV `[2, L, len(kept), D]` and its tokens, from `kv` `[2, L, T, D]` of `tokens`; `kv` is left as it is.
+
+    Raises LMCacheSDKError unless `kept` is strictly ascending within the tokens and `kv` has keys and values for them.
+    """
+    if kv.ndim != 4 or kv.shape[0] != 2 or kv.shape[2] != len(tokens):
+        raise LMCacheSDKError(
+            f"kv: expected [2, layers, {len(tokens)}, D] for {len(tokens)} tokens, got {list(kv.shape)}"
+        )
+    indices = torch.as_tensor(kept, dtype=torch.int64)
+    if indices.ndim != 1 or bool((indices.diff() <= 0).any()):
+        raise LMCacheSDKError("kept: expected indices in strictly ascending order")
+    if len(indices) and (int(indices[0]) < 0 or int(indices[-1]) >= len(tokens)):
+        raise LMCacheSDKError(
+            f"kept: expected indices from 0 to {len(tokens) - 1}, got {int(indices[0])} to {int(indices[-1])}"
+        )
+    remaining = kv.index_select(2, indices)
+    remaining[0] = rotary.move(remaining[0], indices, torch.arange(len(indices)))
+    return remaining, [tokens[i] for i in indices.tolist()]
