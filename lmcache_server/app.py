@@ -138,7 +138,7 @@ def _routes(status: Status, service: Service) -> http_api.Routes:
         version=__version__,
         status=status.status,
         config=status.config,
-        metrics=lambda: render(status.metrics()),
+        metrics=lambda: render(status.numbers()),
         is_healthy=lambda: bool(status.health()["is_healthy"]),
         clear=clear,
     )

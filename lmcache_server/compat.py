@@ -42,6 +42,9 @@ SCHEDULER = 0
 _REMEMBERED = 4096
 """Entries kept at most for clients that never come back for them."""
 
+_MAX_TOKENS = 1 << 21
+"""Values of one frame: tokens come as a list here."""
+
 _LOOKUP, _RETRIEVE, _STORE = 0, 1, 2
 """Sorts of operations of one request, each a session of its own."""
 
@@ -217,7 +220,7 @@ class Compat:
         except _Unspoken as error:
             self._say_once(shown, f"{shown} is not spoken here: {error}")
             return [msgpack.packb("unsupported" if shown == "noop" else "noop")]
-        except Exception as error:  # the boundary of one request: these clients send untyped maps, and must be answered
+        except Exception as error:  # noqa: BLE001 - the boundary of one request: untyped maps come in, and must be answered
             self._say_once(f"{shown} {type(error).__name__}", f"{shown} was refused: {error!r}")
             result = _FAILURES.get(number)
         return [bytes(operation)] if result is None else [bytes(operation), msgpack.packb(result)]
@@ -432,10 +435,7 @@ class Compat:
 
 
 def _unpacked(frame: Buffer) -> Any:
-    try:
-        return msgpack.unpackb(frame, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise invalid("", "a frame is not one MessagePack value") from error
+    return codec.unpack(frame, longest=_MAX_TOKENS, most=_MAX_TOKENS)
 
 
 def _record(cls: type[Registration], payload: dict[str, Any]) -> Registration:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
-
 from lmcache_server.core.instances import Instance, InstanceTable
 from lmcache_server.core.l1_cache import L1Cache
 from lmcache_server.core.sessions import SessionTable
@@ -90,7 +88,7 @@ class Service:
             if request is None:
                 known = ", ".join(m.OPERATIONS)
                 raise ProtocolError(
-                    ErrorCode.UNKNOWN_OPERATION, f"unknown operation {name!r}; known are {known}", "operation"
+                    ErrorCode.UNKNOWN_OPERATION, f"unknown operation {name[:40]!r}; known are {known}", "operation"
                 )
             if not frames:
                 raise invalid("", "the message frame is missing")
@@ -329,12 +327,12 @@ class Service:
 
 def _operation_name(operation: bytes) -> str:
     try:
-        name = msgpack.unpackb(operation)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise invalid("operation", "the operation is not one MessagePack value") from error
+        name = codec.unpack(operation)
+    except ProtocolError as error:
+        raise invalid("operation", error.message) from error
     if not isinstance(name, str):
         raise ProtocolError(
-            ErrorCode.UNKNOWN_OPERATION, f"expected an operation's name, got {str(name)[:40]!r}", "operation"
+            ErrorCode.UNKNOWN_OPERATION, f"expected an operation's name, got {type(name).__name__}", "operation"
         )
     return name
 

@@ -14,7 +14,6 @@ from lmcache_server.config import Settings
 from lmcache_server.core.instances import Instance, InstanceTable
 from lmcache_server.core.l1_cache import L1Cache
 from lmcache_server.core.sessions import SessionTable
-from lmcache_server.metrics import Metric
 from lmcache_server.protocol import codec
 from lmcache_server.protocol.layout import ITEM_BYTES, KernelGroup, Kind
 from lmcache_server.protocol.messages import HelloReply
@@ -96,46 +95,21 @@ class Status:
             "http": {"host": s.http_host, "port": s.http_port},
         }
 
-    def metrics(self) -> list[Metric]:
-        """Every metric of GET /metrics."""
-        cache, counters = self.cache, self.cache.counters
-
-        def counter(name: str, text: str, field: str) -> Metric:
-            return Metric(f"{name}_total", "counter", text, lambda: getattr(counters, field))
-
-        def traffic(name: str, text: str, field: str) -> Metric:
-            return Metric(f"{name}_total", "counter", text, lambda: self.traffic()[field])
-
-        return [
-            counter("lookups_requests", "Prompts that were looked up", "lookups"),
-            counter("lookup_requested_tokens", "Tokens of the prompts that were looked up", "requested_tokens"),
-            counter("lookup_hit_tokens", "Tokens of those that were cached", "hit_tokens"),
-            counter("l1_reserved_chunks", "Chunks reserved for writing", "reserved_chunks"),
-            counter("l1_write_chunks", "Chunks committed", "committed_chunks"),
-            counter("l1_aborted_chunks", "Reserved chunks given up", "aborted_chunks"),
-            counter("l1_lost_chunks", "Reserved chunks whose writer did not answer in time", "lost_chunks"),
-            counter("l1_refused_chunks", "Chunks for which there was no room", "refused_chunks"),
-            counter("l1_evicted_chunks", "Chunks evicted", "evicted_chunks"),
-            counter("l1_cleared_objects", "Objects freed by clear", "cleared_objects"),
-            counter("l1_expired_reads", "Read leases that ran out", "expired_reads"),
-            counter("stray_releases", "Releases of leases that were not the sender's or had ended", "stray_releases"),
-            traffic("requests", "Messages answered", "requests"),
-            traffic("refusals", "Messages answered with an error", "refusals"),
-            traffic("faults", "Messages that met a fault of the server", "faults"),
-            traffic("dropped_replies", "Replies whose receiver was gone", "dropped_replies"),
-            traffic("frame_bytes_read", "Bytes sent as frames", "bytes_read"),
-            traffic("frame_bytes_written", "Bytes received as frames", "bytes_written"),
-            Metric("l1_memory_usage_bytes", "gauge", "Bytes of the pool in use", lambda: cache.allocator.used),
-            Metric("l1_usage_ratio", "gauge", "Share of the pool in use", self._usage_ratio),
-            Metric(
-                "l1_quarantined_bytes", "gauge", "Bytes that a lost writer may touch", lambda: cache.quarantined_bytes
-            ),
-            Metric("l1_objects", "gauge", "Objects in the pool", lambda: cache.objects),
-            Metric("read_leases", "gauge", "Read leases held", lambda: len(cache.reads)),
-            Metric("reservations", "gauge", "Reservations open", lambda: len(cache.writes)),
-            Metric("active_sessions", "gauge", "Sessions under way", lambda: len(self.sessions)),
-            Metric("instances", "gauge", "Registered instances", lambda: len(self.instances)),
-        ]
+    def numbers(self) -> dict[str, float]:
+        """Every counter and gauge by name, as /status and /metrics show them."""
+        cache = self.cache
+        return {
+            **dataclasses.asdict(cache.counters),
+            **self.traffic(),
+            "used_bytes": cache.allocator.used,
+            "usage_ratio": self._usage_ratio(),
+            "quarantined_bytes": cache.quarantined_bytes,
+            "objects": cache.objects,
+            "read_leases": len(cache.reads),
+            "reservations": len(cache.writes),
+            "active_sessions": len(self.sessions),
+            "instances": len(self.instances),
+        }
 
     def _usage_ratio(self) -> float:
         return self.cache.allocator.used / self.cache.allocator.size

@@ -2,7 +2,8 @@
 
 A message is a frozen dataclass; its wire form is a map from field name to value. Decoding checks every type, refuses
 unknown and missing fields, and names the path of the first thing that is wrong (`requests[2].tokens`). The decoder of a
-class is built once, from its annotations, so that a message costs one call per field.
+class is built once, from its annotations, so that a message costs one call per field. How many values one message may
+hold is limited, so that no sender can keep the receiver busy for long.
 
     int, float, bool, str, bytes    as they are (an int is accepted for a float, a bool never for an int)
     StrEnum                         its value
@@ -24,7 +25,12 @@ import msgpack
 
 from lmcache_server.protocol.errors import ProtocolError, invalid
 
-__all__ = ["decode", "encode", "from_map", "to_map"]
+__all__ = ["MAX_ARRAY", "MAX_VALUES", "decode", "encode", "from_map", "to_map", "unpack"]
+
+MAX_ARRAY = 1 << 17
+"""Values of one array or map of a message; tokens and slots are bytes and do not count."""
+MAX_VALUES = 1 << 20
+"""Values of all arrays and maps of a message together."""
 
 M = TypeVar("M")
 Decoder = Callable[[Any, str], Any]
@@ -37,11 +43,29 @@ def encode(message: Any) -> bytes:
 
 def decode(cls: type[M], data: bytes | memoryview) -> M:
     """The message of type `cls` in `data`; raises ProtocolError(INVALID) naming the field that does not fit."""
+    return from_map(cls, unpack(data))
+
+
+def unpack(data: bytes | memoryview, *, longest: int = MAX_ARRAY, most: int = MAX_VALUES) -> Any:
+    """The one MessagePack value in `data`; raises ProtocolError(INVALID) if it is none, or has too many values."""
+    room = most
+
+    def count(values: Any) -> Any:
+        nonlocal room
+        room -= len(values)
+        if room < 0:
+            raise ValueError(f"it holds more than {most} values")
+        return values
+
+    longest = min(longest, len(data))
     try:
-        value = msgpack.unpackb(data, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise invalid("", f"the payload is not one MessagePack value ({error or type(error).__name__})") from error
-    return from_map(cls, value)
+        return msgpack.unpackb(
+            data, strict_map_key=False, list_hook=count, object_hook=count, max_array_len=longest, max_map_len=longest
+        )
+    # A map whose key is an array or a map is a TypeError of the decoder.
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        reason = str(error) or type(error).__name__
+        raise invalid("", f"the payload is not one MessagePack value that can be a message ({reason})") from error
 
 
 def from_map(cls: type[M], value: Any, path: str = "") -> M:
@@ -71,7 +95,7 @@ def _decoder(annotation: Any) -> Decoder:
         return _dataclass_decoder(typing.cast(type, annotation))
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is tuple:
-        return _tuple_decoder(_decoder(arguments[0]))
+        return _tuple_decoder(arguments[0])
     if origin is dict:
         return _dict_decoder(_decoder(arguments[0]), _decoder(arguments[1]))
     if origin in (types.UnionType, typing.Union):
@@ -107,15 +131,20 @@ def _enum_decoder(kind: type[StrEnum]) -> Decoder:
             return kind(value)
         except ValueError:
             allowed = ", ".join(member.value for member in kind)
-            raise invalid(path, f"expected one of {allowed}, got {value!r}") from None
+            raise invalid(path, f"expected one of {allowed}, got {_shown(value)}") from None
 
     return decode_enum
 
 
-def _tuple_decoder(item: Decoder) -> Decoder:
+def _tuple_decoder(annotation: Any) -> Decoder:
+    item = _decoder(annotation)
+    plain = {annotation} if annotation in (int, str, bytes) else set()
+
     def decode_tuple(value: Any, path: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
             raise invalid(path, f"expected array, got {type(value).__name__}")
+        if plain and plain.issuperset(map(type, value)):
+            return tuple(value)
         return tuple([item(element, f"{path}[{i}]") for i, element in enumerate(value)])
 
     return decode_tuple
@@ -147,7 +176,7 @@ def _dataclass_decoder(cls: type) -> Decoder:
         for name, item in value.items():
             decoder = decoders.get(name)
             if decoder is None:
-                raise invalid(f"{prefix}{name}", f"unknown field; known are {', '.join(decoders)}")
+                raise invalid(prefix + _shown(name).strip("'"), f"unknown field; known are {', '.join(decoders)}")
             arguments[name] = decoder(item, prefix + name)
         if not required <= arguments.keys():
             raise invalid(f"{prefix}{min(required - arguments.keys())}", "missing")
@@ -157,3 +186,10 @@ def _dataclass_decoder(cls: type) -> Decoder:
             raise ProtocolError(error.code, error.message, prefix + error.field) from None
 
     return decode_dataclass
+
+
+def _shown(value: Any) -> str:
+    """`value` as it may stand in an error: never longer than a line."""
+    if isinstance(value, (str, bytes)):
+        return repr(value[:40])
+    return repr(value) if isinstance(value, (int, float)) or value is None else type(value).__name__
