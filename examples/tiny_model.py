@@ -81,7 +81,9 @@ def _save_weights(recipe: Recipe, path: Path) -> None:
     # Imported where they are needed: they take seconds, and a model that is there already does without.
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=recipe.hidden,
