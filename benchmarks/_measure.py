@@ -62,7 +62,11 @@ def report(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], fa
     widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
     print(f"\n{title}")
     for i, row in enumerate(table):
-        print("  ".join(cell.rjust(width) if i and j else cell.ljust(width) for j, (cell, width) in enumerate(zip(row, widths))))
+        print(
+            "  ".join(
+                cell.rjust(width) if i and j else cell.ljust(width) for j, (cell, width) in enumerate(zip(row, widths))
+            )
+        )
         if i == 0:
             print("  ".join("-" * width for width in widths))
     print(json.dumps({"benchmark": title, **facts}))
