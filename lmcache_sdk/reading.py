@@ -74,7 +74,7 @@ def retrieve(
         if not acquired.chunks:
             return None, True
         tokens = acquired.chunks * geometry.tokens
-        target = torch.empty(geometry.shape(tokens), dtype=geometry.dtype) if out is None else out
+        target = geometry.empty(tokens) if out is None else out
         if target.shape[2] < tokens:
             expected = list(geometry.shape(tokens))
             raise LMCacheSDKError(f"out: expected room for {tokens} cached tokens {expected}, got {list(target.shape)}")

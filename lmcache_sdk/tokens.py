@@ -34,9 +34,8 @@ def token_bytes(tokens: TokenIds) -> bytes:
 def _checked(ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise LMCacheSDKError(f"tokens: expected one dimension of integers, got {ids.dtype} of shape {list(ids.shape)}")
-    wrong = (ids < 0) | (ids > LARGEST)
-    if wrong.any():
-        index = int(wrong.argmax())
+    if len(ids) and (ids.min() < 0 or ids.max() > LARGEST):
+        index = int(((ids < 0) | (ids > LARGEST)).argmax())
         raise _out_of_range(index, ids[index])
     return ids
 

@@ -54,6 +54,8 @@ SOCKET_OPTIONS = {
     zmq.MAXMSGSIZE: 1 << 30,
 }
 
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as enums they cost more than the calls that they are used in
+
 _OPERATION_OF: dict[type[Any], tuple[str, bytes, type[Any]]] = {
     request: (name, bytes(msgpack.packb(name)), reply) for name, (request, reply) in OPERATIONS.items()
 }
@@ -75,7 +77,7 @@ class PendingReply:
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
         self._sent = False
-        self._frames: list[Any] | None = None
+        self._frames: list[zmq.Frame] | None = None
         self._failure: LMCacheSDKError | None = None
 
     def poll(self, wait: float = 0.0) -> Any | None:
@@ -106,9 +108,9 @@ class PendingReply:
         detail = "" if self._sent else "no connection could be made (is `lmcache server` running there?)"
         return ServerUnavailable(self.operation, self._connection.url, self._seconds, detail)
 
-    def _decode(self, frames: list[Any]) -> Any:
+    def _decode(self, frames: list[zmq.Frame]) -> Any:
         try:
-            value = msgpack.unpackb(frames[2], strict_map_key=False)
+            value = msgpack.unpackb(frames[2].buffer, strict_map_key=False)
             if isinstance(value, dict) and value.keys() == {"error"}:
                 refusal = from_map(Refusal, value["error"], "error")
                 raise ServerRefused(refusal.code, refusal.message, refusal.field)
@@ -207,7 +209,8 @@ class ServerConnection:
         """Return when `pending` is settled or it is `until`; at its deadline it is settled as expired."""
         self._check_process()
         with self._changed:
-            self._pump_if_open()
+            if not self._closed and time.monotonic() >= until:
+                self._pump()
             while not pending._settled and (now := time.monotonic()) < until:
                 if self._reading:
                     self._changed.wait(until - now)
@@ -222,14 +225,15 @@ class ServerConnection:
         self._reading = True
         self._changed.release()
         try:
-            events = self._poll.poll(max(0, math.ceil((until - time.monotonic()) * 1000)))
+            events = self._arrivals.poll(max(0, math.ceil((until - time.monotonic()) * 1000)))
         finally:
             self._changed.acquire()
             self._reading = False
             self._changed.notify_all()
         if any(fd == self._wake for fd, _ in events):
             os.eventfd_read(self._wake)
-        self._pump_if_open()
+        if not self._closed:
+            self._pump()
 
     # --- the socket: with the lock ------------------------------------------------------------------------------
 
@@ -244,42 +248,47 @@ class ServerConnection:
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full monitor would block libzmq's own thread
         self._monitor.connect(address)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
+        self._arrivals, self._breaks = select.poll(), select.poll()
+        self._breaks.register(self._monitor.fileno(), select.POLLIN)
         for fd in (self._socket.fileno(), self._monitor.fileno(), self._wake):
-            self._poll.register(fd, select.POLLIN)
+            self._arrivals.register(fd, select.POLLIN)
         try:
             self._socket.connect(self.url)
         except zmq.ZMQError as error:
             self.close()
             raise LMCacheSDKError(f"url: {self.url!r} cannot be connected to ({error})") from error
 
-    def _pump_if_open(self) -> None:
-        if not self._closed:
-            self._pump()
-
     def _pump(self) -> None:
-        """Take in what arrived, send what can be sent; leaves the descriptor armed."""
-        news = self._receive_all()
-        while _readable(self._monitor):
-            self._monitor.recv_multipart()
-            self._receive_all()  # what came before the connection broke still counts
-            self._fail_all(None, sent_only=True)
-            news = True
+        """Send what can be sent, take in what arrived; leaves the descriptors armed."""
+        news = self._take_breaks()
         while self._send_next():
-            news = self._receive_all() or news
+            pass
+        news = self._receive_all() or news
         if news:
             self._changed.notify_all()
             if self._reading:
                 os.eventfd_write(self._wake, 1)
 
+    def _take_breaks(self) -> bool:
+        """If the connection broke, fail what was under way over it; what is sent later goes over the next one."""
+        broke = False
+        if not self._breaks.poll(0):
+            return False
+        while _readable(self._monitor):
+            self._monitor.recv_multipart()
+            self._receive_all()  # what came before it broke still counts
+            self._fail_all(None, sent_only=True)
+            broke = True
+        return broke
+
     def _receive_all(self) -> bool:
         received = False
         while _readable(self._socket):
             received = True
-            parts: list[Any] = [self._socket.recv()]
-            while self._socket.get(zmq.RCVMORE):
-                parts.append(self._socket.recv(copy=len(parts) < 3))
-            pending = self._pending.pop(parts[0], None)
+            parts = [self._socket.recv(copy=False)]
+            while parts[-1].more:
+                parts.append(self._socket.recv(copy=False))
+            pending = self._pending.pop(parts[0].bytes, None)
             if pending is not None and not pending._settled:
                 pending._frames = parts
         return received
@@ -319,4 +328,4 @@ class ServerConnection:
 
 def _readable(socket: "zmq.Socket[bytes]") -> bool:
     """Whether a message is there; asking also re-arms the socket's descriptor."""
-    return bool(cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(cast(int, socket.get(EVENTS)) & POLLIN)

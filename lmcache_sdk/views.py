@@ -10,6 +10,9 @@ Chunk i is [:, :, i * T : (i + 1) * T], shard s of it [..., s * D_shard : (s + 1
 copied by one strided copy between the tensor and the slot; nothing lies in between.
 """
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +22,9 @@ from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_server.protocol.layout import CacheLayout
 
 __all__ = ["ChunkGeometry"]
+
+HUGE_BYTES = 8 * 2**20
+"""From here on a tensor is worth a mapping of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,20 @@ class ChunkGeometry:
     def shape(self, tokens: int) -> tuple[int, int, int, int]:
         """The shape of `tokens` tokens of all shards."""
         return (self.planes, self.layers, tokens, self.hidden * self.shards)
+
+    def empty(self, tokens: int) -> torch.Tensor:
+        """A new tensor for `tokens` tokens, its contents undefined.
+
+        Large ones lie in huge pages where the system has them: first touches cost more than the copy that they serve.
+        """
+        shape = self.shape(tokens)
+        size = math.prod(shape) * self.dtype.itemsize
+        if size < HUGE_BYTES:
+            return torch.empty(shape, dtype=self.dtype)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=self.dtype).view(shape)
 
     def view(self, slot: torch.Tensor) -> torch.Tensor:
         """A flat uint8 slot as [planes, L, T, D_shard], without a copy."""
