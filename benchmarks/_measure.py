@@ -1,7 +1,7 @@
 """How everything here is measured: medians of interleaved repeats, ratios within one run, a table, then one JSON line.
 
-The machines are noisy, so a number alone says little. What is compared is run in turn (a b a b ...), each repeat gives one
-ratio, and the median ratio is reported with its quartiles.
+The machines are noisy, so a number alone says little. What is compared is run in turn (a b a b ...), each repeat gives
+one ratio, and the median ratio is reported with its quartiles.
 """
 
 import json
@@ -62,11 +62,8 @@ def report(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], fa
     widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
     print(f"\n{title}")
     for i, row in enumerate(table):
-        print(
-            "  ".join(
-                cell.rjust(width) if i and j else cell.ljust(width) for j, (cell, width) in enumerate(zip(row, widths))
-            )
-        )
+        name, *values = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join([name, *(value.rstrip().rjust(len(value)) for value in values)]))
         if i == 0:
             print("  ".join("-" * width for width in widths))
     print(json.dumps({"benchmark": title, **facts}))

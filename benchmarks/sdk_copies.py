@@ -1,8 +1,8 @@
 """SDK store, retrieve and view against a plain copy of the same bytes, for three model shapes.
 
 Why: moving KV is the SDK's work, and the memory's own speed is its limit. Store is measured into a warm pool (its pages
-are there, as after the first minutes of any server), retrieve into a tensor that is reused; the copy is torch's own, from and
-to warm tensors of the same size. `--transport frames` measures the path without shared memory.
+are there, as after the first minutes of any server), retrieve into a tensor that is reused; the copy is torch's own,
+from and to warm tensors of the same size. `--transport frames` measures the path without shared memory.
 """
 
 import argparse
@@ -23,29 +23,32 @@ def measure(name: str, tokens: int, transport: str, repeats: int) -> list[list[o
     source, target, out = kv.clone(), torch.empty_like(kv), torch.empty_like(kv)
     target.copy_(source)
     gib = kv.nbytes * 3.2 / 2**30
-    with serving(gib, shared_memory=transport == "shm") as server, engine(server, layers, heads, head_size):
-        with lmc_sdk.kvcache.connect(server.url, server.http_url, MODEL) as ctx:
-            salts = (f"{i}" for i in itertools.count())
-            ids = list(range(tokens))
+    with (
+        serving(gib, shared_memory=transport == "shm") as server,
+        engine(server, layers, heads, head_size),
+        lmc_sdk.kvcache.connect(server.url, server.http_url, MODEL) as ctx,
+    ):
+        salts = (f"{i}" for i in itertools.count())
+        ids = list(range(tokens))
 
-            def store() -> None:
-                assert ctx.store(kv, ids, next(salts))
+        def store() -> None:
+            assert ctx.store(kv, ids, next(salts))
 
-            for _ in range(4):  # every page of the pool is touched before anything is timed
-                store()
-            ctx.store(kv, ids)
+        for _ in range(4):  # every page of the pool is touched before anything is timed
+            store()
+        ctx.store(kv, ids)
 
-            def retrieve() -> None:
-                assert ctx.retrieve(ids, out=out) is not None
+        def retrieve() -> None:
+            assert ctx.retrieve(ids, out=out) is not None
 
-            def view() -> None:
-                with ctx.view(ids) as chunks:
-                    assert chunks.tokens == tokens
+        def view() -> None:
+            with ctx.view(ids) as chunks:
+                assert chunks.tokens == tokens
 
-            calls = {"memcpy": lambda: target.copy_(source), "retrieve": retrieve, "view": view}
-            reads = interleaved(calls, repeats)
-            assert torch.equal(out, kv)
-            writes = interleaved({"memcpy": lambda: target.copy_(source), "store": store}, repeats)
+        calls = {"memcpy": lambda: target.copy_(source), "retrieve": retrieve, "view": view}
+        reads = interleaved(calls, repeats)
+        assert torch.equal(out, kv)
+        writes = interleaved({"memcpy": lambda: target.copy_(source), "store": store}, repeats)
     gigabytes = kv.nbytes / 1e9
     rows: list[list[object]] = []
     for call, run in (("store", writes), ("retrieve", reads)):
