@@ -14,10 +14,10 @@ from typing import Any
 from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_sdk.url import server_url
 
-__all__ = ["DATA_SECONDS", "KEYS", "Settings", "read_settings"]
+__all__ = ["KEYS", "MAX_TIMEOUT", "Settings", "read_settings"]
 
 PREFIX = "lmcache."
-DATA_SECONDS = 2.0
+MAX_TIMEOUT = 2.0
 """The longest that a hook of the engine may wait for one answer, however generous `mq_timeout` is: a server that takes
 longer is treated as away."""
 
@@ -28,10 +28,8 @@ class Settings:
 
     url: str = "tcp://localhost:5555"
     """Where the server is."""
-    attach_timeout: float = 300.0
-    """How long registration may take. Off the engine's path, so it may be long."""
-    data_timeout: float = DATA_SECONDS
-    """How long a lookup or a store may wait for the server's answer."""
+    timeout: float = MAX_TIMEOUT
+    """How long any request may wait for the server's answer."""
     heartbeat_interval: float = 2.0
     """Between two signs of life; it bounds how long a restarted server goes unnoticed."""
     save_decode_cache: bool = False
@@ -48,8 +46,6 @@ def read_settings(extra_config: Mapping[str, Any]) -> Settings:
             raise ValueError(f"{key}: unknown key; {_suggestion(key)}")
         values[key] = KEYS[key](key, value)
     chosen = {field: values[key] for key, field in FIELDS.items() if key in values}
-    if "attach_timeout" in chosen:
-        chosen["data_timeout"] = min(chosen["attach_timeout"], DATA_SECONDS)
     return Settings(url=_url(values), **chosen)
 
 
@@ -91,6 +87,10 @@ def _seconds(key: str, value: Any) -> float:
     if not 0 < seconds < math.inf:
         raise ValueError(f"{key}: expected a number of seconds above 0, got {value!r}")
     return seconds
+
+
+def _timeout(key: str, value: Any) -> float:
+    return min(_seconds(key, value), MAX_TIMEOUT)
 
 
 def _number(key: str, value: Any) -> float:
@@ -143,7 +143,7 @@ def _plain(value: Any) -> Any:
 
 
 FIELDS = {
-    "lmcache.mp.mq_timeout": "attach_timeout",
+    "lmcache.mp.mq_timeout": "timeout",
     "lmcache.mp.heartbeat_interval": "heartbeat_interval",
     "lmcache.mp.save_decode_cache": "save_decode_cache",
 }
@@ -157,7 +157,7 @@ KEYS: dict[str, Reader] = {
     "lmcache.mp.host": _text,
     "lmcache.mp.port": _port,
     "lmcache.mp.server_urls": _one_server,
-    "lmcache.mp.mq_timeout": _seconds,
+    "lmcache.mp.mq_timeout": _timeout,
     "lmcache.mp.heartbeat_interval": _seconds,
     "lmcache.mp.save_decode_cache": _json_boolean,
     "lmcache.mp.nonblocking_lookup_status": _only(True, why="a lookup never blocks the scheduler"),

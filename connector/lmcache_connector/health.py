@@ -1,0 +1,172 @@
+"""The way to the server: there is an `Attachment`, or there is none and the engine computes without a cache.
+
+A thread sends signs of life over a connection of its own, so a long copy delays none. It notices that the server is
+away, was restarted (another incarnation) or forgot us, and makes a new attachment when there is a server to attach to;
+nobody else waits for that. Whoever moves data reads `attachment` once per operation and uses that one, and says `lost`
+when it does not answer: from then on nobody asks the server anything until the thread has heard from it.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from lmcache_connector.config import ConnectorConfig, check_chunk_size
+from lmcache_connector.settings import Settings
+from lmcache_sdk.attachment import Attachment, attach
+from lmcache_sdk.errors import LMCacheSDKError, ServerUnavailable
+from lmcache_sdk.transport import ServerConnection
+from lmcache_server.protocol.layout import Kind
+from lmcache_server.protocol.messages import Ping, PingReply
+
+__all__ = ["Attach", "ServerLink", "attacher"]
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+Attach = Callable[[ServerConnection], Attachment]
+"""Registers over a connection. Raises LMCacheSDKError; ValueError if this engine and that server do not fit."""
+
+AWAY_SECONDS = 0.5
+"""Between two looks at a server that is away."""
+
+
+def attacher(config: ConnectorConfig, role: str, worker_id: int | None) -> Attach:
+    """What registers one half of the connector: the scheduler (`worker_id` None: it sees all shards) or a worker."""
+
+    def attach_half(connection: ServerConnection) -> Attachment:
+        attachment = attach(
+            connection,
+            role=role,
+            model_name=config.model_name,
+            revision=config.revision,
+            kind=Kind.KV,
+            world_size=config.world_size,
+            worker_id=worker_id,
+            layout=config.layout,
+            block_size=config.block_size,
+        )
+        try:
+            check_chunk_size(attachment.hello.chunk_size, config.block_size)
+        except ValueError:
+            attachment.detach()
+            raise
+        return attachment
+
+    return attach_half
+
+
+class ServerLink:
+    """Keeps one attachment of one half of the connector alive."""
+
+    def __init__(self, settings: Settings, attach: Attach, leases: Callable[[], Sequence[int]] = tuple) -> None:
+        """`leases` tells which leases are in use and must not run out."""
+        self.attachment: Attachment | None = None
+        self.url = settings.url
+        self._settings = settings
+        self._attach = attach
+        self._leases = leases
+        self._data = ServerConnection(settings.url, timeout=settings.timeout)
+        self._pulse = ServerConnection(settings.url, timeout=settings.timeout)
+        self._registered: Attachment | None = None
+        """The last attachment: taken up again if the server was only slow."""
+        self._complaint = ""
+        self._change = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="lmcache-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Attach if the server is there, and keep looking after it from now on.
+
+        Raises ValueError if server and engine do not fit; a server that is away is only logged.
+        """
+        try:
+            self._reattach()
+        except ServerUnavailable as error:
+            self._complain(f"computing without a cache until there is a server: {error}")
+        except LMCacheSDKError as error:
+            raise ValueError(f"the cache server cannot be used: {error}") from error
+        self._thread.start()
+
+    def lost(self, attachment: Attachment, error: LMCacheSDKError) -> None:
+        """`attachment` failed with `error`: nobody uses it until the server has been heard from."""
+        with self._change:
+            if self.attachment is not attachment:
+                return
+            self.attachment = None
+        self._complain(f"computing without a cache: {error}")
+        self._wake.set()
+
+    def close(self) -> None:
+        """Leave the server and end the thread. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake.set()
+        self._pulse.close()
+        attachment, self.attachment = self.attachment, None
+        if attachment is None:
+            self._data.close()  # ends an attempt to attach that may be under way
+        if self._thread.is_alive():
+            self._thread.join()
+        if attachment is not None:
+            attachment.detach()
+        self._data.close()
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._wake.wait(self._settings.heartbeat_interval if self.attachment is not None else AWAY_SECONDS)
+            self._wake.clear()
+            if self._closing:
+                return
+            try:
+                self._beat()
+            except (LMCacheSDKError, ValueError) as error:
+                if not self._closing:
+                    self._complain(f"computing without a cache: {error}")
+            except Exception:  # the boundary of the thread: without it a fault here would end all recovery in silence
+                logger.exception("a fault of the heartbeat; it goes on")
+
+    def _beat(self) -> None:
+        """Hear from the server, and attach to it if we are not."""
+        registered = self._registered
+        if registered is not None:
+            try:
+                ping = Ping(registered.instance, tuple(self._leases()))
+                reply: PingReply = self._pulse.request(ping)
+            except LMCacheSDKError:
+                self._withdraw(registered)
+                raise
+            if reply.known and reply.incarnation == registered.incarnation:
+                self._publish(registered)
+                return
+            self._withdraw(registered)
+            self._registered = None
+            registered.transfer.close()
+            logger.info("the server at %s was restarted or has forgotten this engine: registering again", self.url)
+        self._reattach()
+
+    def _reattach(self) -> None:
+        attachment = self._attach(self._data)
+        self._registered = attachment
+        self._publish(attachment)
+
+    def _publish(self, attachment: Attachment) -> None:
+        with self._change:
+            if self.attachment is attachment:
+                return
+            self.attachment = attachment
+        self._complaint = ""
+        logger.info("using the cache server at %s (%s)", self.url, attachment.hello.transport.value)
+
+    def _withdraw(self, attachment: Attachment) -> None:
+        with self._change:
+            if self.attachment is attachment:
+                self.attachment = None
+
+    def _complain(self, text: str) -> None:
+        """Log once per absence, whatever else goes wrong meanwhile."""
+        if not self._complaint:
+            logger.warning("%s", text)
+        self._complaint = text

@@ -1,0 +1,63 @@
+"""What crosses between the connector's halves: plans from the scheduler to the workers, outcomes back.
+
+Plain frozen records; vLLM carries them. Slots travel in the plan, so a worker that loads asks the server nothing. All
+token ranges are half-open and count from the request's first token.
+"""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from lmcache_server.protocol.messages import Acquired, SessionId
+
+__all__ = ["LoadJob", "StepPlan", "StoreJob", "StoreOutcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Write tokens [first, end) of a request into its blocks, from slots that the scheduler half has leased.
+
+    `acquired` has the slots of every chunk from chunk 0 on. They mean something only in the server's `incarnation`.
+    """
+
+    request_id: str
+    first: int
+    end: int
+    block_ids: tuple[int, ...]
+    acquired: Acquired
+    holder: int
+    """The instance whose lease it is."""
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Store what is missing of the whole chunks in `tokens` (uint32 bytes); all are computed after this step."""
+
+    session: SessionId
+    tokens: bytes
+    salt: str
+    extras: dict[int, bytes]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
+    """What the workers have to do around one step of the engine."""
+
+    loads: tuple[LoadJob, ...] = ()
+    stores: tuple[StoreJob, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoreOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """After the stores of one step: by request id, how many leading chunks are in the cache for certain."""
+
+    stored: dict[str, int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StoreOutcome":
+        """The outcome for all workers: a chunk is stored when each of them stored its part."""
+        assert isinstance(other, StoreOutcome)
+        requests = self.stored.keys() | other.stored.keys()
+        # A worker that has nothing to say about a request has nothing to store for it.
+        return StoreOutcome({r: min(o.stored[r] for o in (self, other) if r in o.stored) for r in requests})

@@ -1,0 +1,145 @@
+"""vLLM's connector interface, and nothing else: each hook goes to the scheduler half or to the worker half.
+
+The class is chosen by `"kv_connector": "LMCacheMPConnector"` (see plugin), or by `kv_connector_module_path`
+`lmcache_connector.mp_connector`. It does not declare support for the hybrid KV cache manager yet, so vLLM treats all
+layers of a model with sliding windows as full attention, which is what we store.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from lmcache_connector.config import read_config
+from lmcache_connector.metadata import StepPlan, StoreOutcome
+from lmcache_connector.scheduler import SchedulerHalf
+from lmcache_connector.worker import WorkerHalf, make_copier
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["LMCacheMPConnector"]
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class LMCacheMPConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Offloads prompt KV to a cache server on this node and takes it back."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._config = read_config(vllm_config, kv_cache_config)
+        self._scheduler_half: SchedulerHalf | None = None
+        self._worker_half: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            if self._config.fails_on_load_errors:
+                logger.info(
+                    "kv_load_failure_policy is 'fail': a request whose cached KV is lost while it loads ends with an "
+                    "error; set it to 'recompute' to have it computed instead"
+                )
+            self._scheduler_half = SchedulerHalf(self._config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what is not stored is a later miss, nothing else."""
+        return False
+
+    @property
+    def scheduler_half(self) -> SchedulerHalf:
+        """The half that a connector with role SCHEDULER has."""
+        assert self._scheduler_half is not None, "a hook of the scheduler was called on a worker's connector"
+        return self._scheduler_half
+
+    @property
+    def worker_half(self) -> WorkerHalf:
+        """The half that a connector with role WORKER has, once its KV caches are registered."""
+        assert self._worker_half is not None, "a hook of a worker was called before register_kv_caches"
+        return self._worker_half
+
+    def shutdown(self) -> None:
+        """Leave the server."""
+        for half in (self._scheduler_half, self._worker_half):
+            if half is not None:
+                half.close()
+
+    # --- worker --------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Learn where the engine's pages are, and register with the server."""
+        copier = make_copier(self._vllm_config, self._config, kv_caches)
+        self._worker_half = WorkerHalf(self._config, self._vllm_config.parallel_config.rank, copier)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Do the loads of this step."""
+        self.worker_half.load(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads are done when start_load_kv returns."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: "AttentionMetadata", **kwargs: Any
+    ) -> None:
+        """Nothing to do: whole chunks are stored in wait_for_save."""
+
+    def wait_for_save(self) -> None:
+        """Do the stores of this step."""
+        self.worker_half.store(self._plan())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """No sends, and the loads of this step."""
+        return None, self.worker_half.take_loaded() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks that this step's loads did not fill."""
+        return self.worker_half.take_invalid()
+
+    def build_connector_worker_meta(self) -> StoreOutcome | None:
+        """What became of this step's stores."""
+        return self.worker_half.take_outcome()
+
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan
+
+    # --- scheduler -----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: "Request") -> None:
+        """A request has arrived."""
+        self.scheduler_half.add_request(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens behind the computed ones can be loaded (None: ask again), and whether asynchronously."""
+        return self.scheduler_half.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """The request has its blocks."""
+        self.scheduler_half.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepPlan:
+        """What the workers do in this step."""
+        return self.scheduler_half.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """What the workers did."""
+        self.scheduler_half.done(connector_output)
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request is over; its blocks may be freed at once."""
+        self.scheduler_half.finished(request)
+        return False, None
+
+    def reset_cache(self) -> bool | None:
+        """Make the server forget everything that it has cached, for all engines."""
+        return self.scheduler_half.clear()

@@ -1,0 +1,322 @@
+"""The scheduler half: how much of a prompt the cache has, what the workers load and store, and when leases end.
+
+    get_num_new_matched_tokens   asks the server once per attempt and gives the same answer until it is used
+    update_state_after_alloc     the answer becomes a load, or its lease is given back at once
+    build_connector_meta         the plan of this step: loads, and the chunks that will be complete after it
+    update_connector_output      the load is over: its lease is given back
+    request_finished             whatever is left is given back
+
+Loads are asynchronous in vLLM's sense: the request waits for one step, in which the worker copies, and is computed from
+the next one on. That costs a step without work and buys a clean failure: no token is computed on blocks that did not
+arrive, whatever runs at the same time (overlapping batches included).
+
+No hook waits for the server, except that all lookups of one step together may wait PATIENCE for their answers.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lmcache_connector.config import ConnectorConfig
+from lmcache_connector.health import ServerLink, attacher
+from lmcache_connector.identity import PromptIdentity, bypass_reason, prompt_identity
+from lmcache_connector.metadata import LoadJob, StepPlan, StoreJob, StoreOutcome
+from lmcache_connector.tracker import PackedTokens, StoreTracker, external_tokens, storable_chunks
+from lmcache_sdk.attachment import Attachment
+from lmcache_sdk.errors import LMCacheSDKError
+from lmcache_sdk.transport import PendingReply
+from lmcache_server.protocol.messages import Acquire, Acquired, Clear, End, Prompt, Release, SessionId
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["PATIENCE", "SchedulerHalf"]
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+PATIENCE = 0.001
+"""Seconds. Most answers take a tenth of it; a lookup that takes longer is asked for again in the next step."""
+
+MISS = Acquired(0)
+
+
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """One question to the server: the answer that is under way, or the answer."""
+
+    attachment: Attachment
+    session: SessionId
+    pending: PendingReply
+    answer: Acquired | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Loading:
+    """A load that the workers have not reported yet."""
+
+    attachment: Attachment
+    lease: int
+    blocks: frozenset[int]
+    sessions: tuple[SessionId, ...] = ()
+    """What ends with the load, if the request did not outlive it."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """What is known about one request; with `bypass` the cache is not used for it."""
+
+    request: "Request"
+    bypass: bool
+    identity: PromptIdentity
+    packed: PackedTokens = field(default_factory=PackedTokens)
+    store: StoreTracker = field(default_factory=StoreTracker)
+    lookup: Lookup | None = None
+    local: int = 0
+    """The engine's own hit, as of the last question."""
+    attempts: int = 0
+    attachment: Attachment | None = None
+    """The one that the attempts, and what is stored, belong to."""
+    failed: bool = False
+    """A load went wrong: this request is computed, whatever the cache has."""
+
+
+class SchedulerHalf:
+    """Lives in the engine's scheduler; called from its thread only."""
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        self._config = config
+        self._requests: dict[str, RequestState] = {}
+        self._loading: dict[str, Loading] = {}
+        self._loads: list[LoadJob] = []
+        self._patience = PATIENCE
+        self.link = ServerLink(config.settings, attacher(config, "scheduler", None), self._leases)
+        self.link.start()
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: "Request") -> None:
+        """A request has arrived."""
+        reason = bypass_reason(request)
+        if reason:
+            logger.debug("request %s bypasses the cache: %s", request.request_id, reason)
+        identity = PromptIdentity() if reason else prompt_identity(request)
+        self._requests[request.request_id] = RequestState(request, bool(reason), identity)
+
+    def matched_tokens(self, request: "Request", local: int) -> tuple[int | None, bool]:
+        """How many tokens behind the `local` ones can be loaded, and whether the load is asynchronous.
+
+        None: not known yet, ask again.
+        """
+        state = self._requests.get(request.request_id)
+        attachment = self.link.attachment
+        if state is None or attachment is None or not self._may_load(state):
+            return 0, False
+        self._use(state, attachment)
+        if state.lookup is None:
+            whole_chunks = request.num_tokens // attachment.hello.chunk_size * attachment.hello.chunk_size
+            if external_tokens(whole_chunks, request.num_tokens, local) == 0:
+                return 0, False
+            state.lookup = self._ask(state, attachment)
+        answer = self._answer(state.lookup)
+        if answer is None:
+            return None, False
+        state.local = local
+        tokens = external_tokens(answer.chunks * attachment.hello.chunk_size, request.num_tokens, local)
+        return tokens, tokens > 0
+
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", external: int) -> None:
+        """The request has `blocks`, of which `external` tokens behind the local ones are to be loaded."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.lookup is None:
+            return
+        lookup, state.lookup = state.lookup, None
+        if external == 0 or lookup.answer is None:
+            self._give_back(lookup)
+            return
+        (block_ids,) = blocks.get_block_ids()
+        block_size = self._config.block_size
+        end = state.local + external
+        needed = tuple(block_ids[: -(-end // block_size)])
+        hello = lookup.attachment.hello
+        self._loads.append(
+            LoadJob(
+                request.request_id,
+                state.local,
+                end,
+                needed,
+                lookup.answer,
+                lookup.attachment.instance,
+                hello.incarnation,
+            )
+        )
+        written = frozenset(needed[state.local // block_size :])
+        self._loading[request.request_id] = Loading(lookup.attachment, lookup.answer.lease, written)
+
+    def finished(self, request: "Request") -> None:
+        """The request is over, or was aborted: nothing of it stays, except a load that is under way."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None or state.attachment is None:
+            return
+        sessions = tuple(SessionId(request.request_id, attempt) for attempt in range(state.attempts))
+        loading = self._loading.get(request.request_id)
+        if loading is not None:
+            loading.sessions = sessions
+        else:
+            self._end(state.attachment, sessions)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def plan(self, output: "SchedulerOutput") -> StepPlan:
+        """What the workers do around the step `output`."""
+        self._patience = PATIENCE
+        loads, self._loads = self._loads, []
+        return StepPlan(tuple(loads), tuple(self._stores(output)))
+
+    def done(self, output: "KVConnectorOutput") -> None:
+        """The workers' report on a step."""
+        for request_id in output.finished_recving or ():
+            self._loaded(request_id, output.invalid_block_ids)
+        if isinstance(output.kv_connector_worker_meta, StoreOutcome):
+            for request_id, stored in output.kv_connector_worker_meta.stored.items():
+                if (state := self._requests.get(request_id)) is not None:
+                    state.store.report(stored)
+
+    def clear(self) -> bool:
+        """Make the server forget every cached chunk; whether it did."""
+        attachment = self.link.attachment
+        if attachment is None:
+            return False
+        try:
+            attachment.connection.request(Clear())
+        except LMCacheSDKError as error:
+            self.link.lost(attachment, error)
+            return False
+        for state in self._requests.values():
+            state.store.forget()
+        return True
+
+    def close(self) -> None:
+        """Leave the server; it releases what this half still holds."""
+        self.link.close()
+
+    # --- lookups -------------------------------------------------------------------------------------------------
+
+    def _may_load(self, state: RequestState) -> bool:
+        return (
+            self._config.loads and not state.bypass and not state.failed and not state.request.skip_reading_prefix_cache
+        )
+
+    def _use(self, state: RequestState, attachment: Attachment) -> None:
+        """Forget what belongs to another attachment: a restarted server knows nothing of it."""
+        if state.attachment is not attachment:
+            state.attachment = attachment
+            state.lookup = None
+            state.attempts = 0
+            state.store.forget()
+
+    def _ask(self, state: RequestState, attachment: Attachment) -> Lookup | None:
+        request = state.request
+        session = SessionId(request.request_id, state.attempts)
+        tokens = state.packed.first(request.num_tokens, request.all_token_ids)
+        prompt = Prompt(session, tokens, state.identity.salt, state.identity.extras)
+        try:
+            pending = attachment.connection.submit(Acquire(attachment.instance, (prompt,)))
+        except LMCacheSDKError as error:
+            self.link.lost(attachment, error)
+            return None
+        state.attempts += 1
+        return Lookup(attachment, session, pending)
+
+    def _answer(self, lookup: Lookup | None) -> Acquired | None:
+        """The server's answer; a miss if there will be none; None if it is not there yet."""
+        if lookup is None:
+            return MISS
+        if lookup.answer is None:
+            started = time.monotonic()
+            try:
+                reply = lookup.pending.poll(max(0.0, self._patience))
+            except LMCacheSDKError as error:
+                self.link.lost(lookup.attachment, error)
+                lookup.answer = MISS
+            else:
+                lookup.answer = reply.results[0] if reply is not None else None
+            self._patience -= time.monotonic() - started
+        return lookup.answer
+
+    # --- leases --------------------------------------------------------------------------------------------------
+
+    def _leases(self) -> list[int]:
+        """Leases in use; asked for by the heartbeat's thread."""
+        loading = [loading.lease for loading in list(self._loading.values())]
+        waiting = [state.lookup for state in list(self._requests.values())]
+        return loading + [lookup.answer.lease for lookup in waiting if lookup and lookup.answer and lookup.answer.lease]
+
+    def _give_back(self, lookup: Lookup) -> None:
+        """End the lease of an answer that is not used; one whose handle is not here yet ends with its session."""
+        if lookup.answer is None:
+            self._end(lookup.attachment, (lookup.session,))
+        else:
+            self._release(lookup.attachment, lookup.answer.lease)
+
+    def _loaded(self, request_id: str, invalid_blocks: set[int]) -> None:
+        loading = self._loading.pop(request_id, None)
+        if loading is None:
+            return
+        self._release(loading.attachment, loading.lease)
+        self._end(loading.attachment, loading.sessions)
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.failed = state.failed or bool(loading.blocks & invalid_blocks)
+
+    def _release(self, attachment: Attachment, lease: int) -> None:
+        if lease:
+            self._tell(attachment, Release(attachment.instance, (lease,)))
+
+    def _end(self, attachment: Attachment, sessions: tuple[SessionId, ...]) -> None:
+        if sessions:
+            self._tell(attachment, End(attachment.instance, sessions))
+
+    def _tell(self, attachment: Attachment, message: Release | End) -> None:
+        """Send something that needs no answer; to a server that is away, nothing."""
+        if attachment is not self.link.attachment:
+            return
+        try:
+            attachment.connection.submit(message)
+        except LMCacheSDKError as error:
+            self.link.lost(attachment, error)
+
+    # --- stores --------------------------------------------------------------------------------------------------
+
+    def _stores(self, output: "SchedulerOutput") -> Iterable[StoreJob]:
+        attachment = self.link.attachment
+        block_state = output.kv_connector_block_state
+        if attachment is None or block_state is None or not self._config.stores:
+            return
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is None or state.bypass:
+                continue
+            self._use(state, attachment)
+            chunk_size = attachment.hello.chunk_size
+            request = state.request
+            chunks = storable_chunks(
+                computed=request.num_computed_tokens + scheduled,
+                known=request.num_tokens,
+                prompt=request.num_prompt_tokens,
+                chunk_size=chunk_size,
+                save_decode=self._config.settings.save_decode_cache,
+            )
+            if state.store.ask(chunks):
+                (block_ids,) = block_state.get_block_ids(request_id) or ((),)
+                yield StoreJob(
+                    SessionId(request_id, 0),
+                    state.packed.first(chunks * chunk_size, request.all_token_ids),
+                    state.identity.salt,
+                    state.identity.extras,
+                    tuple(block_ids[: -(-chunks * chunk_size // self._config.block_size)]),
+                )
