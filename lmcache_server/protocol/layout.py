@@ -42,6 +42,12 @@ ITEM_BYTES = {
 }
 """Bytes per element of each dtype that a layout may name (torch's names)."""
 
+MAX_LAYERS = 4096
+MAX_GROUPS = 256
+MAX_QUANTISATION = 1024
+MAX_WIDTH = 1 << 20
+"""Heads, and elements per head."""
+
 
 class Kind(StrEnum):
     """Which tensors of a model are cached."""
@@ -64,14 +70,17 @@ class KernelGroup:
     window: int = 0
 
     def __post_init__(self) -> None:
-        if not self.layers or len(set(self.layers)) != len(self.layers):
-            raise invalid("layers", f"expected distinct layer indices, at least one, got {list(self.layers)}")
+        if not 0 < len(self.layers) <= MAX_LAYERS:
+            raise invalid("layers", f"expected 1 to {MAX_LAYERS} layer indices, got {len(self.layers)}")
+        if len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
+            raise invalid("layers", f"expected distinct layer indices from 0, got {list(self.layers[:40])}")
         if self.planes not in (1, 2):
             raise invalid("planes", f"expected 2 (keys and values) or 1 (one latent or query plane), got {self.planes}")
-        if self.heads < 1 or self.head_size < 1:
-            raise invalid("heads", f"heads and head_size must be positive, got {self.heads} and {self.head_size}")
+        for name, width in (("heads", self.heads), ("head_size", self.head_size)):
+            if not 1 <= width <= MAX_WIDTH:
+                raise invalid(name, f"expected 1 to {MAX_WIDTH}, got {width}")
         if self.dtype not in ITEM_BYTES:
-            raise invalid("dtype", f"expected one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}")
+            raise invalid("dtype", f"expected one of {', '.join(ITEM_BYTES)}, got {self.dtype[:40]!r}")
         if self.window < 0:
             raise invalid("window", f"expected 0 (full attention) or a number of tokens, got {self.window}")
 
@@ -89,8 +98,12 @@ class CacheLayout:
     quantisation: str = ""
 
     def __post_init__(self) -> None:
-        if not self.groups:
-            raise invalid("groups", "expected at least one kernel group")
+        if not 0 < len(self.groups) <= MAX_GROUPS:
+            raise invalid("groups", f"expected 1 to {MAX_GROUPS} kernel groups, got {len(self.groups)}")
+        if len(self.quantisation) > MAX_QUANTISATION:
+            raise invalid(
+                "quantisation", f"expected at most {MAX_QUANTISATION} characters, got {len(self.quantisation)}"
+            )
 
 
 def fingerprint(layout: CacheLayout) -> str:

@@ -26,7 +26,19 @@ from typing import Any
 
 from lmcache_server.protocol.errors import ErrorCode, ProtocolError, invalid
 from lmcache_server.protocol.keys import TOKEN_BYTES
-from lmcache_server.protocol.layout import CacheLayout, Kind
+from lmcache_server.protocol.registration import (
+    PROTOCOL_VERSION,
+    Hello,
+    HelloReply,
+    Ping,
+    PingReply,
+    ProcessId,
+    Register,
+    RegisterReply,
+    Transport,
+    Unregister,
+    UnregisterReply,
+)  # fmt: skip
 
 __all__ = [
     "Abort", "AbortReply", "Acquire", "AcquireReply", "Acquired", "Clear", "ClearReply", "Commit", "CommitReply",
@@ -37,125 +49,16 @@ __all__ = [
     "unpack_slots",
 ]  # fmt: skip
 
-PROTOCOL_VERSION = 1
 MAX_SALT = 128
-MAX_NAME = 1024
-
-
-class Transport(StrEnum):
-    """How the bytes of a chunk reach a client."""
-
-    SHM = "shm"
-    FRAMES = "frames"
+MAX_REQUEST_ID = 4096
+MAX_EXTRA = 1 << 16
+"""Bytes of `extras` per chunk; they stay in memory as long as the chunk."""
 
 
 def check_salt(salt: str) -> None:
     """Raise INVALID unless `salt` may separate tenants: at most 128 characters, none of `@ / \\ NUL`."""
     if len(salt) > MAX_SALT or any(c in "@/\\\0" for c in salt):
         raise invalid("salt", f"expected at most {MAX_SALT} characters without @ / \\ and NUL, got {salt[:40]!r}")
-
-
-# Being known.
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """Ask what this server is. The first message of a connection; it changes nothing."""
-
-    protocol: int = PROTOCOL_VERSION
-
-
-@dataclass(frozen=True, slots=True)
-class HelloReply:
-    """What a client must know before it registers. A new `incarnation` means that every earlier fact is void."""
-
-    protocol: int
-    version: str
-    server_id: str
-    incarnation: int
-    chunk_size: int
-    hash_algorithm: str
-    transport: Transport
-    shm_name: str
-    pool_bytes: int
-    align_bytes: int
-    frame_bytes: int
-    reap_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessId:
-    """A process as its own host knows it, so that a server on the same host can tell whether it is gone."""
-
-    pid: int
-    started: int
-    namespace: int
-
-
-@dataclass(frozen=True, slots=True)
-class Register:
-    """Become an instance: a worker of one shard (`worker_id`), or a client of all (None: a scheduler, an SDK)."""
-
-    role: str
-    model_name: str
-    revision: str
-    kind: Kind
-    world_size: int
-    worker_id: int | None
-    layout: CacheLayout
-    block_size: int
-    process: ProcessId | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < len(self.model_name) <= MAX_NAME:
-            raise invalid("model_name", f"expected 1 to {MAX_NAME} characters, got {len(self.model_name)}")
-        if not 1 <= self.world_size <= 1024:
-            raise invalid("world_size", f"expected 1 to 1024 shards, got {self.world_size}")
-        if self.worker_id is not None and not 0 <= self.worker_id < self.world_size:
-            raise invalid("worker_id", f"expected 0 to {self.world_size - 1} or nil, got {self.worker_id}")
-        if self.block_size < 1:
-            raise invalid("block_size", f"expected a number of tokens, got {self.block_size}")
-
-
-@dataclass(frozen=True, slots=True)
-class RegisterReply:
-    """The issued id, the layout's fingerprint, and how the parts of a chunk look to this instance."""
-
-    instance: int
-    incarnation: int
-    fingerprint: str
-    part_bytes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Unregister:
-    """Leave: leases are released, reservations aborted, never committed."""
-
-    instance: int
-
-
-@dataclass(frozen=True, slots=True)
-class UnregisterReply:
-    """`known` is false if there was nothing to leave."""
-
-    known: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Ping:
-    """A sign of life; `renew` lists leases that are still in use and must not run out."""
-
-    instance: int | None = None
-    renew: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PingReply:
-    """`known` is false when the instance must register again; `renewed` counts the leases that were still there."""
-
-    incarnation: int
-    known: bool
-    renewed: int
 
 
 # Reading and writing chunks.
@@ -167,6 +70,10 @@ class SessionId:
 
     request_id: str
     attempt: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.request_id) > MAX_REQUEST_ID:
+            raise invalid("request_id", f"expected at most {MAX_REQUEST_ID} characters, got {len(self.request_id)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +96,8 @@ class Prompt:
             check_salt(self.salt)
         if any(index < 0 for index in self.extras):
             raise invalid("extras", f"expected chunk indices from 0, got {min(self.extras)}")
+        if any(len(extra) > MAX_EXTRA for extra in self.extras.values()):
+            raise invalid("extras", f"expected at most {MAX_EXTRA} bytes per chunk; send a digest instead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +118,8 @@ class Acquire:
             raise invalid("first", f"expected one per prompt ({len(self.prompts)}) or none, got {len(self.first)}")
         if any(index < 0 for index in self.first):
             raise invalid("first", f"expected chunk indices from 0, got {min(self.first)}")
+        if self.lease and len({prompt.session for prompt in self.prompts}) != len(self.prompts):
+            raise invalid("prompts", "expected a session of its own for each prompt: a session holds one read lease")
 
 
 @dataclass(frozen=True, slots=True)
