@@ -92,9 +92,10 @@ def edit(engine: Engine, cache: LMCacheSDKContext, rotary: Rotary, measured: Mea
         f"edit: {measured.dropped_tokens} of {len(cached)} tokens dropped, the keys of the others moved to their places"
     )
 
-    # The first chunk is kept, so a plain client rightly shares it. The cold run gets it too, and does the same work.
+    # The first chunk is kept, so a plain client rightly shares it with the long prompt. The cold run shares it with the
+    # long prompt of a tenant of its own: then both do the same work.
     cold_salt = edit_salt()
-    engine.complete(tokens[: cache.chunk_size + 1], cache_salt=cold_salt)
+    _ask(engine, prompt, cached=0, step="cold prompt of another tenant", salt=cold_salt)
     cold = _ask(engine, tokens + tail, cached=cache.chunk_size, step="cold run of the short prompt", salt=cold_salt)
 
     salt = edit_salt()
