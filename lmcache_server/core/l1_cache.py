@@ -179,6 +179,8 @@ class L1Cache:
             self._unhold(read)
         for write in writes:
             self._abort(write.subject)
+        for handle in [h for h, lease in self.lost.items() if (lease.owner, lease.session) == (owner, session)]:
+            self._answer(owner, handle)
         return bool(reads or writes)
 
     def leave(self, owner: int, *, may_still_write: bool) -> None:
