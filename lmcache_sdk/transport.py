@@ -54,7 +54,9 @@ SOCKET_OPTIONS = {
     zmq.MAXMSGSIZE: 1 << 30,
 }
 
-EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as enums they cost more than the calls that they are used in
+EVENTS, POLLIN, POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
+"""As enums they would cost more than the calls that they are used in."""
+
 
 _OPERATION_OF: dict[type[Any], tuple[str, bytes, type[Any]]] = {
     request: (name, bytes(msgpack.packb(name)), reply) for name, (request, reply) in OPERATIONS.items()
@@ -247,6 +249,7 @@ class ServerConnection:
         self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full monitor would block libzmq's own thread
         self._monitor.connect(address)
+        _events(self._monitor)  # a descriptor is armed by asking
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._arrivals, self._breaks = select.poll(), select.poll()
         self._breaks.register(self._monitor.fileno(), select.POLLIN)
@@ -261,9 +264,14 @@ class ServerConnection:
     def _pump(self) -> None:
         """Send what can be sent, take in what arrived; leaves the descriptors armed."""
         news = self._take_breaks()
-        while self._send_next():
-            pass
-        news = self._receive_all() or news
+        while True:
+            # Asking for the events is what makes libzmq look; a send alone may not notice that a peer is there now.
+            events = _events(self._socket)
+            if events & POLLIN:
+                self._receive()
+                news = True
+            elif not (self._outbox and events & POLLOUT and self._send_next()):
+                break
         if news:
             self._changed.notify_all()
             if self._reading:
@@ -271,32 +279,27 @@ class ServerConnection:
 
     def _take_breaks(self) -> bool:
         """If the connection broke, fail what was under way over it; what is sent later goes over the next one."""
-        broke = False
         if not self._breaks.poll(0):
             return False
-        while _readable(self._monitor):
+        broke = False
+        while _events(self._monitor) & POLLIN:
             self._monitor.recv_multipart()
-            self._receive_all()  # what came before it broke still counts
+            while _events(self._socket) & POLLIN:
+                self._receive()  # what came before it broke still counts
             self._fail_all(None, sent_only=True)
             broke = True
         return broke
 
-    def _receive_all(self) -> bool:
-        received = False
-        while _readable(self._socket):
-            received = True
-            parts = [self._socket.recv(copy=False)]
-            while parts[-1].more:
-                parts.append(self._socket.recv(copy=False))
-            pending = self._pending.pop(parts[0].bytes, None)
-            if pending is not None and not pending._settled:
-                pending._frames = parts
-        return received
+    def _receive(self) -> None:
+        parts = [self._socket.recv(copy=False)]
+        while parts[-1].more:
+            parts.append(self._socket.recv(copy=False))
+        pending = self._pending.pop(parts[0].bytes, None)
+        if pending is not None and not pending._settled:
+            pending._frames = parts
 
     def _send_next(self) -> bool:
-        """Send the oldest unsent request, or drop it if it was given up; False if there is none or no connection."""
-        if not self._outbox:
-            return False
+        """Send the oldest unsent request, or drop it if it was given up; False if it cannot be sent now."""
         pending, parts = self._outbox[0]
         if not pending._settled and time.monotonic() < pending._deadline:
             try:
@@ -326,6 +329,6 @@ class ServerConnection:
             )
 
 
-def _readable(socket: "zmq.Socket[bytes]") -> bool:
-    """Whether a message is there; asking also re-arms the socket's descriptor."""
-    return bool(cast(int, socket.get(EVENTS)) & POLLIN)
+def _events(socket: "zmq.Socket[bytes]") -> int:
+    """What can be done with a socket now; asking also re-arms its descriptor."""
+    return cast(int, socket.get(EVENTS))
