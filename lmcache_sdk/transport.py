@@ -244,6 +244,7 @@ class ServerConnection:
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in SOCKET_OPTIONS.items():
             self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.IPV6, int("[" in self.url))
         address = f"inproc://monitor-{id(self)}"
         self._socket.monitor(address, zmq.EVENT_DISCONNECTED)
         self._monitor = self._context.socket(zmq.PAIR)

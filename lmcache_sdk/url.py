@@ -1,33 +1,20 @@
 """Where a server is: `host:port`, `tcp://host:port` or `ipc://path`, checked before anything connects."""
 
-from urllib.parse import urlsplit
+import re
 
 from lmcache_sdk.errors import LMCacheSDKError
 
 __all__ = ["server_url"]
 
+_TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s/@:\[\]]+):(\d{1,5})")
+_IPC = re.compile(r"ipc://[^\0]+")
+
 
 def server_url(url: str) -> str:
-    """`url` as ZMQ wants it; raises LMCacheSDKError naming it if it cannot be the address of a server."""
-    if not isinstance(url, str):
-        raise _bad(url)
-    full = url if "://" in url else f"tcp://{url}"
-    scheme, _, rest = full.partition("://")
-    if scheme == "ipc" and rest and "\0" not in rest:
-        return full
-    if scheme != "tcp" or not _is_host_and_port(rest):
-        raise _bad(url)
-    return full
-
-
-def _is_host_and_port(text: str) -> bool:
-    try:
-        parts = urlsplit(f"//{text}")
-        port = parts.port
-    except ValueError:
-        return False
-    return bool(parts.hostname) and parts.netloc == text and "@" not in text and bool(port) and not text.isspace()
-
-
-def _bad(url: object) -> LMCacheSDKError:
-    return LMCacheSDKError(f"url: expected host:port, tcp://host:port or ipc://path, got {url!r}")
+    """`url` in full; raises LMCacheSDKError naming it if it cannot be the address of a server."""
+    full = url if not isinstance(url, str) or "://" in url else f"tcp://{url}"
+    if isinstance(full, str):
+        tcp = _TCP.fullmatch(full)
+        if _IPC.fullmatch(full) or (tcp and 0 < int(tcp[2]) < 65536):
+            return full
+    raise LMCacheSDKError(f"url: expected host:port, tcp://host:port or ipc://path, got {url!r}")

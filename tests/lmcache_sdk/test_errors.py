@@ -1,0 +1,31 @@
+import pickle
+
+import pytest
+
+from lmcache_sdk.errors import ConnectionLost, LMCacheSDKError, ServerRefused, ServerUnavailable
+from lmcache_server.protocol.errors import ErrorCode
+
+ERRORS = [
+    (LMCacheSDKError("kv: wrong"), "kv: wrong"),
+    (ServerUnavailable("v1/hello", "tcp://h:1", 2.5), "no answer to v1/hello from tcp://h:1 within 2.5 s"),
+    (
+        ServerUnavailable("v1/hello", "tcp://h:1", 60.0, "away"),
+        "no answer to v1/hello from tcp://h:1 within 60 s: away",
+    ),
+    (ConnectionLost("v1/end", "tcp://h:1", 1.0), "the connection to tcp://h:1 was lost while waiting for v1/end"),
+    (ServerRefused(ErrorCode.INVALID, "too long", "tokens"), "the server refused (invalid): tokens: too long"),
+    (ServerRefused(ErrorCode.INTERNAL, "a fault"), "the server refused (internal): a fault"),
+]
+
+
+@pytest.mark.parametrize(("error", "text"), ERRORS)
+def test_errors_say_what_happened(error: LMCacheSDKError, text: str) -> None:
+    assert str(error) == text
+    assert isinstance(error, LMCacheSDKError)
+
+
+@pytest.mark.parametrize("error", [error for error, _ in ERRORS])
+def test_errors_can_cross_to_another_process(error: LMCacheSDKError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
