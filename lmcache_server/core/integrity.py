@@ -16,6 +16,7 @@ def check_integrity(cache: L1Cache) -> None:
     cache.allocator.check_integrity()
     cache.reads.check_integrity()
     cache.writes.check_integrity()
+    cache.lost.check_integrity()
     reachable = [node for _, node in cache.index.nodes()]
     assert len(reachable) == cache.index.size, f"index says {cache.index.size} nodes, there are {len(reachable)}"
     for node in reachable:
@@ -45,7 +46,7 @@ def _all_nodes(cache: L1Cache, reachable: list[ChunkNode]) -> list[ChunkNode]:
 
 def _quarantined(cache: L1Cache) -> list[MemoryObj]:
     """Objects in no chunk any more that a writer may still touch: of lost reservations, or lost with a parent chunk."""
-    leases = [*cache.lost.values(), *cache.writes]
+    leases = [*cache.lost, *cache.writes]
     objects = [obj for lease in leases for _, _, taken in lease.subject.entries for _, obj in taken]
     return [obj for obj in objects if obj.state is State.QUARANTINED]
 

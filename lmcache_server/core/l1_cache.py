@@ -38,7 +38,8 @@ class L1Cache:
         self.index: PrefixIndex[MemoryObj] = PrefixIndex(hasher)
         self.reads: LeaseTable[Reading] = LeaseTable()
         self.writes: LeaseTable[Reservation] = LeaseTable()
-        self.lost: dict[int, Lease[Reservation]] = {}
+        self.lost: LeaseTable[Reservation] = LeaseTable()
+        """Reservations whose writer has not answered; they end by its word or its end, never by time."""
         self.quarantined_bytes = 0
         self.objects = 0
         self.generations = generations
@@ -123,7 +124,7 @@ class L1Cache:
         """Publish the `filled` chunks of a reservation (None: all), free the others at once."""
         lease = self.writes.take(owner, handle)
         if lease is None:
-            return Committed(CommitState.LOST, (), self._answer(owner, handle))
+            return Committed(CommitState.LOST, (), self._answer(self.lost.take(owner, handle)))
         if not self.index.attached(lease.subject.entries[0][1]):
             self._abort(lease.subject)
             return Committed(CommitState.LOST, (), tuple(i for i, _, _ in lease.subject.entries))
@@ -148,7 +149,7 @@ class L1Cache:
                 self._abort(lease.subject)
                 aborted += 1
             else:
-                self._answer(owner, handle)
+                self._answer(self.lost.take(owner, handle))
         return aborted
 
     def reserved_object(self, owner: int, handle: int, chunk: int, part: int) -> MemoryObj | None:
@@ -179,8 +180,8 @@ class L1Cache:
             self._unhold(read)
         for write in writes:
             self._abort(write.subject)
-        for handle in [h for h, lease in self.lost.items() if (lease.owner, lease.session) == (owner, session)]:
-            self._answer(owner, handle)
+        for lost in self.lost.take_session(owner, session):
+            self._answer(lost)
         return bool(reads or writes)
 
     def leave(self, owner: int, *, may_still_write: bool) -> None:
@@ -195,8 +196,8 @@ class L1Cache:
             else:
                 self._abort(write.subject)
         if not may_still_write:
-            for handle in [handle for handle, lease in self.lost.items() if lease.owner == owner]:
-                self._answer(owner, handle)
+            for lost in self.lost.take_owner(owner):
+                self._answer(lost)
 
     def expire(self, now: float) -> None:
         """End what has outlived its time: reads are unheld, reservations lost."""
@@ -384,16 +385,14 @@ class L1Cache:
 
     def _lose(self, lease: Lease[Reservation]) -> None:
         self.counters.lost_chunks += len(lease.subject.entries)
-        self.lost[lease.handle] = lease
+        self.lost.keep(lease)
         for _, node, taken in reversed(lease.subject.entries):
             self._give_up(node, taken, Event.LOSE)
 
-    def _answer(self, owner: int, handle: int) -> tuple[int, ...]:
+    def _answer(self, lease: Lease[Reservation] | None) -> tuple[int, ...]:
         """The owner of a lost reservation spoke: its slots are safe to reuse. The chunks that it will not publish."""
-        lease = self.lost.get(handle)
-        if lease is None or lease.owner != owner:
+        if lease is None:
             return ()
-        del self.lost[handle]
         for _, _, taken in lease.subject.entries:
             for _, obj in taken:
                 self._free(obj, Event.ANSWER)

@@ -45,10 +45,13 @@ class LeaseTable(Generic[T]):
         """A new lease."""
         lease = Lease(self._next, owner, session, subject, expires)
         self._next += 1
-        self._leases[lease.handle] = lease
-        self._by_owner.setdefault(owner, {}).setdefault(session, set()).add(lease.handle)
+        self._enter(lease)
         self._watch(expires, lease.handle)
         return lease
+
+    def keep(self, lease: Lease[T]) -> None:
+        """Enter a lease that ended in another table, under its handle and without a time of its own."""
+        self._enter(lease)
 
     def get(self, owner: int, handle: int) -> Lease[T] | None:
         """The lease, if it is `owner`'s and has not ended."""
@@ -96,6 +99,10 @@ class LeaseTable(Generic[T]):
         assert all(handles for sessions in self._by_owner.values() for handles in sessions.values()), (
             "an empty session stays"
         )
+
+    def _enter(self, lease: Lease[T]) -> None:
+        self._leases[lease.handle] = lease
+        self._by_owner.setdefault(lease.owner, {}).setdefault(lease.session, set()).add(lease.handle)
 
     def _watch(self, expires: float, handle: int) -> None:
         heappush(self._deadlines, (expires, handle))
