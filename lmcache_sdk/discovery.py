@@ -13,7 +13,7 @@ from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
 from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_sdk.http_json import fetch_json
 from lmcache_server.protocol.codec import from_map, to_map
-from lmcache_server.protocol.errors import ProtocolError
+from lmcache_server.protocol.errors import ProtocolError, invalid
 from lmcache_server.protocol.layout import CacheLayout, Kind
 
 __all__ = ["Discovery", "Engine", "discover"]
@@ -31,6 +31,11 @@ class Engine:
     world_size: int
     block_size: int
     layout: CacheLayout
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "block_size"):
+            if getattr(self, name) < 1:
+                raise invalid(name, f"expected at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)

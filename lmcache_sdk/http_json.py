@@ -30,15 +30,15 @@ def fetch_json(http_url: str, path: str, timeout: float) -> dict[str, Any]:
             body = _get(connection, urlsplit(url), deadline)
     except TimeoutError as error:
         raise ServerUnavailable(f"GET {path}", http_url, timeout) from error
-    except (OSError, http.client.HTTPException) as error:
+    except OSError as error:
         raise ServerUnavailable(f"GET {path}", http_url, timeout, str(error) or type(error).__name__) from error
-    except _Unfit as error:
+    except (http.client.HTTPException, _Unfit) as error:
         raise LMCacheSDKError(f"GET {url}: {error}") from error
     return _object(url, body)
 
 
 class _Unfit(Exception):
-    """An answer that is not the document."""
+    """A well-formed answer that is not the document."""
 
 
 class _UntilDeadline(io.RawIOBase):
@@ -94,6 +94,8 @@ def _get(connection: socket.socket, url: SplitResult, deadline: float) -> bytes:
     body = response.read(MAX_BYTES + 1)
     if len(body) > MAX_BYTES:
         raise _Unfit(f"the body is longer than {MAX_BYTES} bytes")
+    if response.length:
+        raise _Unfit(f"the body ends {response.length} bytes early")
     return body
 
 

@@ -48,9 +48,7 @@ def test_splitting_and_joining_changes_no_bit(geometry: ChunkGeometry, chunks: i
 
 @settings(max_examples=60)
 @given(geometries, st.data())
-def test_each_element_of_a_slot_is_where_the_canonical_layout_says(
-    geometry: ChunkGeometry, data: st.DataObject
-) -> None:
+def test_each_element_of_a_slot_is_where_the_layout_says(geometry: ChunkGeometry, data: st.DataObject) -> None:
     chunk = data.draw(st.integers(0, 2))
     tensor = random_bytes(geometry, 3 * geometry.tokens)
     slots = empty_slots(geometry, 1)
@@ -83,8 +81,7 @@ def test_an_autograd_graph_does_not_reach_into_the_pool() -> None:
     assert not pool.requires_grad
 
 
-@pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize(("planes", "kind"), [(2, Kind.KV), (1, Kind.KV), (1, Kind.QUERY)])
 def test_a_geometry_is_the_canonical_shape_of_its_layout(planes: int, kind: Kind) -> None:
     group = KernelGroup((0, 2, 4), planes, 2, 8, "bfloat16")
     geometry = ChunkGeometry.of(CacheLayout((group,)), 16, 2)
