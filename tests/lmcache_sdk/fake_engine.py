@@ -21,7 +21,7 @@ def registered_engine(
     *,
     kind: Kind = Kind.KV,
     world_size: int = 1,
-    worker_id: int = 0,
+    worker_id: int | None = 0,
     revision: str = "r1",
 ) -> Iterator[Attachment]:
     """A worker that registered `group` for `model`, as an engine's connector does."""
