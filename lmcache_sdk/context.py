@@ -91,7 +91,7 @@ class LMCacheSDKContext:
 
     def lookup(self, tokens: TokenIds, cache_salt: str = "") -> int:
         """How many leading `tokens` are cached now, in whole chunks. Nothing is held: the next call may find less."""
-        prompt = self._prompt("lookup", tokens, cache_salt)
+        prompt = self._prompt("lookup", token_bytes(tokens), cache_salt)
         if not prompt.tokens:
             return 0
         chunks = self._registrar.attempt(lambda r: reading.cached_chunks(r.attachment, prompt, self._timeout))
@@ -113,7 +113,7 @@ class LMCacheSDKContext:
         Raises LMCacheSDKError for tokens, a salt or an `out` that do not fit, ServerUnavailable after the timeout.
         """
         _check_configs(request_configs)
-        prompt = self._prompt("retrieve", tokens, cache_salt)
+        prompt = self._prompt("retrieve", token_bytes(tokens), cache_salt)
         if out is not None:
             self._registrar.current().geometry.check(out, "out")
         if not prompt.tokens:
@@ -134,7 +134,7 @@ class LMCacheSDKContext:
         They are leased as long as the block runs, and void after it. Raises LMCacheSDKError at the end of the block
         if they changed during it in spite of that.
         """
-        prompt = self._prompt("view", tokens, cache_salt)
+        prompt = self._prompt("view", token_bytes(tokens), cache_salt)
         if not prompt.tokens:
             yield CacheView([], self.chunk_size)
             return
@@ -161,22 +161,23 @@ class LMCacheSDKContext:
         """
         _check_configs(request_configs)
         self._registrar.current().geometry.check(kv, "kv")
-        if len(tokens) != kv.shape[2]:
-            raise LMCacheSDKError(f"tokens: expected one per kv.shape[2] ({kv.shape[2]}), got {len(tokens)}")
-        prompt = self._prompt("store", tokens, cache_salt)
+        data = token_bytes(tokens)
+        if len(data) != kv.shape[2] * TOKEN_BYTES:
+            got = len(data) // TOKEN_BYTES
+            raise LMCacheSDKError(f"tokens: expected one per kv.shape[2] ({kv.shape[2]}), got {got}")
+        prompt = self._prompt("store", data, cache_salt)
         if not prompt.tokens:
             return False
         return self._registrar.attempt(lambda r: writing.store(r.attachment, r.geometry, kv, prompt, self._timeout))
 
-    def _prompt(self, purpose: str, tokens: TokenIds, cache_salt: str) -> Prompt:
+    def _prompt(self, purpose: str, tokens: bytes, cache_salt: str) -> Prompt:
         """The whole chunks of `tokens`, under a session of their own."""
         if not isinstance(cache_salt, str):
             raise LMCacheSDKError(f"cache_salt: expected a str, got {type(cache_salt).__name__}")
-        data = token_bytes(tokens)
         chunk_bytes = self.chunk_size * TOKEN_BYTES
         session = SessionId(f"{purpose}-{uuid.uuid4().hex}")
         try:
-            return Prompt(session, data[: len(data) // chunk_bytes * chunk_bytes], cache_salt)
+            return Prompt(session, tokens[: len(tokens) // chunk_bytes * chunk_bytes], cache_salt)
         except ProtocolError as error:
             raise LMCacheSDKError(f"cache_{error}") from error
 

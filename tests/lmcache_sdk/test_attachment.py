@@ -99,9 +99,12 @@ def test_a_server_that_restarts_meanwhile_is_asked_again() -> None:
 
 
 def test_a_server_that_keeps_restarting_is_an_error() -> None:
-    with Router(Double([HELLO], [2])) as router, ServerConnection(router.url) as connection:
-        with pytest.raises(LMCacheSDKError, match="restarted 3 times while this client registered"):
-            attach_tiny(connection)
+    with (
+        Router(Double([HELLO], [2])) as router,
+        ServerConnection(router.url) as connection,
+        pytest.raises(LMCacheSDKError, match="restarted 3 times while this client registered"),
+    ):
+        attach_tiny(connection)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +131,12 @@ def test_a_server_whose_facts_do_not_fit_is_not_registered_with(changes: dict[st
 def test_a_foreign_file_in_place_of_the_pool_is_not_mapped() -> None:
     with running_server() as other:
         hello = dataclasses.replace(HELLO, transport=Transport.SHM, shm_name=other.segment, pool_bytes=1 << 20)
-        with Router(Double([hello], [1])) as router, ServerConnection(router.url) as connection:
-            with pytest.raises(LMCacheSDKError, match="its mark is missing"):
-                attach_tiny(connection)
+        with (
+            Router(Double([hello], [1])) as router,
+            ServerConnection(router.url) as connection,
+            pytest.raises(LMCacheSDKError, match="its mark is missing"),
+        ):
+            attach_tiny(connection)
 
 
 @pytest.mark.parametrize("changes", [{"fingerprint": "another"}, {"part_bytes": (1,)}, {"part_bytes": ()}])
@@ -156,9 +162,12 @@ def test_facts_that_cannot_be_registered_are_refused_by_name(changes: dict[str, 
 
 
 def test_a_server_that_does_not_answer_is_given_up_at_the_deadline() -> None:
-    with Router(lambda *_: []) as router, ServerConnection(router.url) as connection:
-        with pytest.raises(ServerUnavailable, match="no answer to v1/hello"):
-            attach_tiny(connection, timeout=0.2)
+    with (
+        Router(lambda *_: []) as router,
+        ServerConnection(router.url) as connection,
+        pytest.raises(ServerUnavailable, match="no answer to v1/hello"),
+    ):
+        attach_tiny(connection, timeout=0.2)
 
 
 def test_a_process_is_known_by_its_start_and_not_by_its_number_alone() -> None:
