@@ -1,9 +1,14 @@
-"""The cache of keys and values."""
+"""The cache of keys and values. `close`, `retrieve` and `store` are the context's methods under their older names."""
+
+from typing import Any
+
+import torch
 
 from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
 from lmcache_sdk.context import LMCacheSDKContext
+from lmcache_sdk.tokens import TokenIds
 
-__all__ = ["connect"]
+__all__ = ["close", "connect", "retrieve", "store"]
 
 
 def connect(url: str, http_url: str, model_name: str, timeout: float = 60.0) -> LMCacheSDKContext:
@@ -13,3 +18,18 @@ def connect(url: str, http_url: str, model_name: str, timeout: float = 60.0) -> 
     of that model is registered.
     """
     return LMCacheSDKContext(LMCacheSDKCacheKind.KV, url, http_url, model_name, timeout)
+
+
+def close(ctx: LMCacheSDKContext) -> None:
+    """As `ctx.close()`."""
+    ctx.close()
+
+
+def retrieve(ctx: LMCacheSDKContext, tokens: TokenIds, cache_salt: str = "", **options: Any) -> torch.Tensor | None:
+    """As `ctx.retrieve(...)`."""
+    return ctx.retrieve(tokens, cache_salt, **options)
+
+
+def store(ctx: LMCacheSDKContext, kv: torch.Tensor, tokens: TokenIds, cache_salt: str = "", **options: Any) -> bool:
+    """As `ctx.store(...)`."""
+    return ctx.store(kv, tokens, cache_salt, **options)

@@ -6,10 +6,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import Any
 
-from lmcache_server.report import Report
+from lmcache_server.report import FileHandler, Metrics, StreamHandler, get_formatter
 
 __all__ = ["add_parsers"]
 
@@ -60,7 +59,7 @@ def _request(url: str, method: str = "GET") -> bytes:
 def _ping(options: argparse.Namespace) -> int:
     kvcache = options.target == "kvcache"
     url = (options.url or (KVCACHE_URL if kvcache else ENGINE_URL)).rstrip("/")
-    report = Report("Ping KV Cache" if kvcache else "Ping Engine")
+    report = Metrics("Ping KV Cache" if kvcache else "Ping Engine")
     begin = time.perf_counter()
     try:
         _request(url + ("/healthcheck" if kvcache else "/health"))
@@ -79,7 +78,7 @@ def _describe(options: argparse.Namespace) -> int:
     try:
         status = json.loads(_request(url + "/status"))
         l1 = status["storage_manager"]["l1_manager"]
-        report = Report("Describe KV Cache")
+        report = Metrics("Describe KV Cache")
         report.add("health", "Health", "OK" if status["is_healthy"] else "FAIL")
         report.add("url", "URL", url)
         report.add("engine_type", "Engine type", status["engine_type"])
@@ -93,8 +92,8 @@ def _describe(options: argparse.Namespace) -> int:
         )
         report.add("cached_objects", "Cached objects", l1["total_object_count"])
         report.add("active_sessions", "Active sessions", status["active_sessions"])
-        for engine in status["cache_context_meta"].values():
-            section = report.section("models", f"Model: {engine['model_name']}", in_list=True)
+        for number, engine in enumerate(status["cache_context_meta"].values()):
+            section = report.add_list_section("models", f"model-{number}", f"Model: {engine['model_name']}")
             section.add("model", "Model", engine["model_name"])
             section.add("world_size", "World size", engine["world_size"])
             section.add("num_layers", "Layers", engine["kv_cache_layout"]["num_layers"])
@@ -112,7 +111,7 @@ def _clear(options: argparse.Namespace) -> int:
         cleared = json.loads(_request(options.url.rstrip("/") + "/cache/clear", "POST"))
     except (_Unreachable, ValueError) as error:
         return _fail(options, str(error), 1)
-    report = Report("Clear KV Cache")
+    report = Metrics("Clear KV Cache")
     report.add("status", "Status", "OK")
     for key, label in (("freed", "Objects freed"), ("held", "Objects still in use")):
         report.add(key, label, cleared.get(key))
@@ -120,12 +119,13 @@ def _clear(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(report: Report, options: argparse.Namespace, width: int) -> None:
-    text = report.to_json() if options.format == "json" else report.to_text(width)
+def _show(report: Metrics, options: argparse.Namespace, width: int) -> None:
+    formatter = get_formatter(options.format, width=width)
     if options.output:
-        Path(options.output).write_text(text + "\n", encoding="utf-8")
+        report.add_handler(FileHandler(options.output, formatter))
     if not options.quiet:
-        print(text)
+        report.add_handler(StreamHandler(formatter))
+    report.emit()
 
 
 def _fail(options: argparse.Namespace, reason: str, code: int) -> int:

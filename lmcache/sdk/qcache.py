@@ -1,0 +1,5 @@
+"""Contexts for query caches."""
+
+from lmcache_sdk.qcache import connect
+
+__all__ = ["connect"]
