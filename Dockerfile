@@ -19,7 +19,8 @@ RUN python -m venv /opt/lmcache \
 
 FROM ${VLLM_IMAGE} AS vllm
 # Without extras: torch is vLLM's own and stays as it is.
-RUN --mount=type=bind,from=build,source=/dist,target=/dist pip install --no-cache-dir /dist/*.whl
+RUN --mount=type=bind,from=build,source=/dist,target=/dist \
+    python3 -m pip install --no-cache-dir /dist/*.whl
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["python3", "-m", "vllm.entrypoints.openai.api_server"]
 
