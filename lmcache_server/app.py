@@ -98,7 +98,7 @@ def _build(settings: Settings, pool: Pool, ticker: Ticker, zmq_server: ZmqServer
 
     status = Status(settings, hello, cache, instances, sessions, ticker.health, traffic)
     grace = settings.worker_registration_grace_seconds
-    return service, Compat(hello, cache, instances, time.monotonic, service.clear, grace), status
+    return service, Compat(hello, cache, instances, service, time.monotonic, grace), status
 
 
 def _dialects(service: Service, compat: Compat) -> Handler:

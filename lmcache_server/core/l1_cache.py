@@ -48,15 +48,19 @@ class L1Cache:
 
     # Reading.
 
-    def acquire(self, view: View, prompt: Prompt, first: int, lease: bool, now: float) -> Acquired:
+    def acquire(
+        self, view: View, prompt: Prompt, first: int, lease: bool, now: float, *, counted: bool = True
+    ) -> Acquired:
         """The longest cached prefix of `prompt`; with `lease`, held from chunk `first` on.
 
-        An earlier lease of the same session ends: a question asked twice does not hold twice.
+        An earlier lease of the same session ends: a question asked twice does not hold twice. With `counted` false it
+        is not a lookup but the reading of what an earlier one found.
         """
         nodes = self.index.hit((view.namespace, prompt.salt), prompt.tokens, prompt.extras)
-        self.counters.lookups += 1
-        self.counters.requested_tokens += len(prompt.tokens) // 4
-        self.counters.hit_tokens += len(nodes) * self.hasher.chunk_size
+        if counted:
+            self.counters.lookups += 1
+            self.counters.requested_tokens += len(prompt.tokens) // 4
+            self.counters.hit_tokens += len(nodes) * self.hasher.chunk_size
         if not lease:
             return Acquired(len(nodes))
         for earlier in self.reads.take_session(view.owner, prompt.session):
@@ -90,8 +94,11 @@ class L1Cache:
 
     # Writing.
 
-    def reserve(self, view: View, prompt: Prompt, now: float) -> Reserved:
-        """Slots for the own parts of `prompt`'s chunks that nobody has or is writing, as many leading ones as fit."""
+    def reserve(self, view: View, prompt: Prompt, now: float, first: int = 0) -> Reserved:
+        """Slots for the own parts of `prompt`'s chunks that nobody has or is writing, as many leading ones as fit.
+
+        Chunks before `first` are not to be written: if one is missing, nothing can be stored behind it.
+        """
         entries: list[Entry] = []
         resident = busy = full = 0
         total = self.hasher.count(prompt.tokens)
@@ -100,6 +107,11 @@ class L1Cache:
         for i, node in walk:
             walked = i + 1
             absent = [p for p in view.own if node.parts[p] is None]
+            if absent and i < first:
+                if node.empty:  # the walk made it, and nobody will fill it
+                    self._unlink(node)
+                full = total - i
+                break
             if absent:
                 taken = self._allocate_parts(node, absent, view.part_bytes)
                 if taken is None:
