@@ -47,7 +47,7 @@ SOCKET_OPTIONS = {
     zmq.LINGER: 0,
     zmq.IMMEDIATE: 1,  # nothing is queued for a peer that is not there
     zmq.RECONNECT_IVL: 50,
-    zmq.RECONNECT_IVL_MAX: 1000,
+    zmq.RECONNECT_IVL_MAX: 500,
     zmq.CONNECT_TIMEOUT: 2000,  # the system's own is two minutes when packets are swallowed
     zmq.HEARTBEAT_IVL: 5000,  # a peer that vanished without a word is noticed
     zmq.HEARTBEAT_TIMEOUT: 15000,

@@ -10,8 +10,9 @@ import time
 import torch
 
 from lmcache_sdk.attachment import Attachment
-from lmcache_sdk.errors import LMCacheSDKError
+from lmcache_sdk.errors import LMCacheSDKError, ServerRefused
 from lmcache_sdk.views import ChunkGeometry
+from lmcache_server.protocol.errors import ErrorCode
 from lmcache_server.protocol.messages import Commit, CommittedChunks, End, Prompt, Reserve, Reserved
 
 __all__ = ["store"]
@@ -56,10 +57,15 @@ def store(attachment: Attachment, geometry: ChunkGeometry, kv: torch.Tensor, pro
 def _fill(
     attachment: Attachment, geometry: ChunkGeometry, kv: torch.Tensor, reserved: Reserved, deadline: float
 ) -> int:
-    """Copy and commit one reservation; how many of its chunks are visible now."""
+    """Copy and commit one reservation; how many of its chunks are visible now (none, if it ran out meanwhile)."""
     slots = attachment.transfer.writable(reserved)
     geometry.split(kv, reserved.chunks, slots)
-    attachment.transfer.flush(reserved, slots)
+    try:
+        attachment.transfer.flush(reserved, slots)
+    except ServerRefused as refusal:
+        if refusal.code is ErrorCode.UNKNOWN_LEASE:
+            return 0
+        raise
     request = Commit(attachment.instance, (CommittedChunks(reserved.reservation),))
     (committed,) = attachment.connection.request(request, timeout=_left(deadline)).results
     return len(committed.sealed)
