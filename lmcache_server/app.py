@@ -86,7 +86,7 @@ def _build(settings: Settings, pool: Pool, ticker: Ticker, zmq_server: ZmqServer
         settings.l1_read_ttl_seconds,
         settings.l1_write_ttl_seconds,
     )
-    cache = L1Cache(hasher, limits, pool.generations)
+    cache = L1Cache(hasher, limits, pool.generations, framed=not pool.name)
     instances, sessions = InstanceTable(settings.chunk_size), SessionTable(settings.session_ttl_seconds)
     hello = _hello(settings, pool)
     service = Service(

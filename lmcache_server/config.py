@@ -69,7 +69,7 @@ class Settings:
     eviction_ratio: float = _setting(0.2, "share of the pool that such an eviction frees")
     l1_write_ttl_seconds: float = _setting(600.0, "seconds until an uncommitted reservation is lost")
     l1_read_ttl_seconds: float = _setting(300.0, "seconds until a read lease that nobody renews ends")
-    session_ttl_seconds: float = _setting(600.0, "seconds of idling until a request that nobody ended is ended")
+    session_ttl_seconds: float = _setting(600.0, "seconds of idling until a request that nobody ended is forgotten")
     worker_reap_timeout_seconds: float = _setting(120.0, "seconds of silence until an instance is forgotten")
     worker_registration_grace_seconds: float = _setting(
         3600.0, "the same for clients of LMCache that never ping, as its SDK does not"

@@ -5,6 +5,7 @@ whatever it was given. Everything runs in the loop's thread; bytes of chunks pas
 cannot map the pool.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from lmcache_server.core.sessions import SessionTable
 from lmcache_server.protocol import codec
 from lmcache_server.protocol import messages as m
 from lmcache_server.protocol.errors import ErrorCode, ProtocolError, invalid
+from lmcache_server.protocol.layout import slot_bytes
 
 __all__ = ["Buffer", "Service"]
 
 log = logging.getLogger(__name__)
 Buffer = bytes | memoryview
 
+MAX_INSTANCES = 4096
 MAX_CHUNKS = 1 << 20
 """Chunks of one prompt; more is a mistake of the sender."""
 
@@ -118,6 +121,19 @@ class Service:
 
     def register(self, request: m.Register) -> m.RegisterReply:
         """Make the sender an instance."""
+        if len(self._instances) >= MAX_INSTANCES:
+            raise ProtocolError(
+                ErrorCode.INCOMPATIBLE,
+                f"{MAX_INSTANCES} clients are registered, and no more may be; does one of them register again and again?",
+            )
+        chunk_size, pool_bytes = self._hello.chunk_size, self._hello.pool_bytes
+        largest = max(slot_bytes(group, chunk_size) for group in request.layout.groups)
+        if largest > pool_bytes:
+            raise ProtocolError(
+                ErrorCode.INCOMPATIBLE,
+                f"{chunk_size} tokens take {largest} bytes, the pool has {pool_bytes}; make --l1-size-gb larger",
+                "layout.groups",
+            )
         instance = self._instances.register(request, self._clock())
         view = instance.view
         log.info(
@@ -135,9 +151,10 @@ class Service:
     def unregister(self, request: m.Unregister) -> m.UnregisterReply:
         """The sender leaves, and says that it writes no more."""
         known = self._instances.remove(request.instance) is not None
+        self._lingering.pop(request.instance, None)
         self._cache.leave(request.instance, may_still_write=False)
-        self._sessions.end_owner(request.instance)
         if known:
+            self._sessions.end_owner(request.instance)
             log.info("unregistered %d", request.instance)
         return m.UnregisterReply(known)
 
@@ -177,23 +194,23 @@ class Service:
 
     def commit(self, request: m.Commit) -> m.CommitReply:
         """Reservations published."""
-        instance, _ = self._instance(request.instance)
+        owner = self._writer(request.instance)
         return m.CommitReply(
-            tuple([self._cache.commit(instance.id, item.reservation, item.filled) for item in request.commits])
+            tuple([self._cache.commit(owner, item.reservation, item.filled) for item in request.commits])
         )
 
     def abort(self, request: m.Abort) -> m.AbortReply:
         """Reservations given up."""
-        instance, _ = self._instance(request.instance)
-        return m.AbortReply(self._cache.abort(instance.id, request.reservations))
+        owner = self._writer(request.instance)
+        return m.AbortReply(self._cache.abort(owner, request.reservations))
 
     def end(self, request: m.End) -> m.EndReply:
         """Attempts that are over."""
-        instance, _ = self._instance(request.instance)
+        owner = self._writer(request.instance)
         ended = 0
         for session in request.sessions:
-            self._cache.end(instance.id, session)
-            ended += self._sessions.end(instance.id, session)
+            self._cache.end(owner, session)
+            ended += self._sessions.end(owner, session)
         return m.EndReply(ended)
 
     # The bytes, where there is no shared memory.
@@ -265,24 +282,25 @@ class Service:
         `process_gone` says whether a process has ended; None if it cannot be known from here.
         """
         now = self._clock()
+        gone = functools.cache(process_gone)  # many instances may be of one process
         self._cache.expire(now)
-        for owner, session in self._sessions.take_idle(now):
-            self._cache.end(owner, session)
+        self._sessions.forget_idle(now)
         for instance in list(self._instances):
             process = instance.register.process
-            if process is not None and process_gone(process):
+            if process is not None and gone(process):
                 self._forget(instance, "its process ended", may_still_write=False)
         for instance in self._instances.silent(now, self._hello.reap_seconds):
             process = instance.register.process
             # A process that is known to run may wake up and write on; any other is taken to be gone.
-            alive = process is not None and process_gone(process) is False
+            alive = process is not None and gone(process) is False
             self._forget(instance, f"silent for {now - instance.last_seen:.0f} s", may_still_write=alive)
-            if process is not None and alive:
+            if process is not None and self._cache.lost.owned_by(instance.id):
                 self._lingering[instance.id] = process
         for owner, process in list(self._lingering.items()):
-            if process_gone(process) is not False:
-                del self._lingering[owner]
+            if gone(process) is not False:
                 self._cache.leave(owner, may_still_write=False)
+            if not self._cache.lost.owned_by(owner):
+                del self._lingering[owner]
         self._cache.evict_to_watermark()
         self._cache.index.prune_roots()
 
@@ -302,6 +320,12 @@ class Service:
                 ErrorCode.UNKNOWN_INSTANCE, f"{owner} is not registered with this server; register again", "instance"
             )
         return instance, now
+
+    def _writer(self, owner: int) -> int:
+        """`owner`, if it is registered, or was and left something that it may still be writing to: then it may say
+        that it is done with that.
+        """
+        return owner if owner in self._lingering else self._instance(owner)[0].id
 
     def _check_prompts(self, prompts: Sequence[m.Prompt]) -> None:
         limit = MAX_CHUNKS * self._hello.chunk_size * 4

@@ -11,7 +11,9 @@ A read lease holds a reference on the objects of its deepest chunk only: evictio
 protects all of it.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from operator import itemgetter
 
 from lmcache_server.core.allocator import Allocator
 from lmcache_server.core.eviction import LeafLRU
@@ -30,7 +32,11 @@ class L1Cache:
     readers.
     """
 
-    def __init__(self, hasher: ChunkHasher, limits: Limits, generations: GenerationTable) -> None:
+    def __init__(
+        self, hasher: ChunkHasher, limits: Limits, generations: GenerationTable, *, framed: bool = False
+    ) -> None:
+        """With `framed`, bytes come as frames only, so what did not arrive whole is never published."""
+        self._framed = framed
         self.hasher = hasher
         self.limits = limits
         self.allocator = Allocator(limits.pool_bytes, limits.align_bytes)
@@ -44,6 +50,7 @@ class L1Cache:
         self.objects = 0
         self.generations = generations
         self._generation = 0
+        self._evict_down_to: float = self.allocator.size
         self._lru: LeafLRU[ChunkNode] = LeafLRU(self.is_evictable)
 
     # Reading.
@@ -128,7 +135,8 @@ class L1Cache:
         self.counters.refused_chunks += full
         if not entries:
             return Reserved(0, (), b"", resident, busy, full)
-        lease = self.writes.grant(view.owner, prompt.session, Reservation(view, entries), now + self.limits.write_ttl)
+        reservation = Reservation(view, entries, self._framed)
+        lease = self.writes.grant(view.owner, prompt.session, reservation, now + self.limits.write_ttl)
         slots = [n for _, _, taken in entries for _, obj in taken for n in (obj.offset, obj.generation)]
         return Reserved(lease.handle, tuple(i for i, _, _ in entries), pack_slots(slots), resident, busy, full)
 
@@ -169,12 +177,13 @@ class L1Cache:
         lease = self.writes.get(owner, handle)
         if lease is None:
             return None
-        for i, _, taken in lease.subject.entries:
-            if i == chunk:
-                lease.subject.framed = True
-                wanted = lease.subject.view.own.start + part
-                return next((obj for p, obj in taken if p == wanted and obj.state is State.RESERVED), None)
-        return None
+        entries = lease.subject.entries
+        position = bisect_left(entries, chunk, key=itemgetter(0))
+        if position == len(entries) or entries[position][0] != chunk:
+            return None
+        lease.subject.framed = True
+        wanted = lease.subject.view.own.start + part
+        return next((obj for p, obj in entries[position][2] if p == wanted and obj.state is State.RESERVED), None)
 
     def leased_object(self, owner: int, handle: int, chunk: int, part: int) -> MemoryObj | None:
         """The object that a read lease covers for its owner's part number `part` of its chunk number `chunk`."""
@@ -219,15 +228,18 @@ class L1Cache:
         for write in self.writes.take_expired(now):
             self._lose(write)
 
-    def evict_to_watermark(self) -> int:
-        """If use is at or above the watermark, evict `ratio` of the pool; the chunks evicted."""
-        size = self.allocator.size
-        if not size or self.allocator.used < self.limits.watermark * size:
-            return 0
-        target = self.allocator.used - self.limits.ratio * size
+    def evict_to_watermark(self, most: int = 4096) -> int:
+        """If use is at or above the watermark, evict `ratio` of the pool, at most `most` chunks per call; the chunks
+        evicted.
+        """
+        used, size = self.allocator.used, self.allocator.size
+        if used >= self.limits.watermark * size:
+            self._evict_down_to = used - self.limits.ratio * size
         evicted = 0
-        while self.allocator.used > target and self._evict_one():
+        while self.allocator.used > self._evict_down_to and evicted < most and self._evict_one():
             evicted += 1
+        if evicted < most:
+            self._evict_down_to = size
         return evicted
 
     def clear(self) -> tuple[int, int]:

@@ -92,6 +92,10 @@ class LeaseTable(Generic[T]):
                 ended.append(self._end(lease))
         return ended
 
+    def owned_by(self, owner: int) -> bool:
+        """Whether `owner` holds any lease."""
+        return owner in self._by_owner
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the view by owner holds exactly the leases."""
         listed = {h for sessions in self._by_owner.values() for handles in sessions.values() for h in handles}

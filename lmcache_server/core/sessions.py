@@ -1,7 +1,8 @@
 """Which attempts of which requests are under way, oldest use first.
 
 A session begins with the first message that names it and ends by its owner's `end`, with its owner, or after idling
-too long. Using a session again makes it the youngest, so the ones that idled too long are always in front.
+too long. Using a session again makes it the youngest, so the ones that idled too long are always in front. What a
+session holds has leases with times of their own; forgetting a session releases nothing.
 """
 
 from collections import OrderedDict
@@ -11,11 +12,16 @@ from lmcache_server.protocol.messages import SessionId
 __all__ = ["SessionTable"]
 
 
-class SessionTable:
-    """Sessions by owner, each with the time of its last use."""
+MAX_SESSIONS = 1 << 16
+"""Far more than engines run at once; clients that end nothing push their own oldest ones out."""
 
-    def __init__(self, ttl: float) -> None:
+
+class SessionTable:
+    """Sessions by owner, each with the time of its last use; the oldest are forgotten when there are too many."""
+
+    def __init__(self, ttl: float, most: int = MAX_SESSIONS) -> None:
         self.ttl = ttl
+        self._most = most
         self._used: OrderedDict[tuple[int, SessionId], float] = OrderedDict()
 
     def __len__(self) -> int:
@@ -26,6 +32,8 @@ class SessionTable:
         key = (owner, session)
         self._used[key] = now
         self._used.move_to_end(key)
+        if len(self._used) > self._most:
+            self._used.popitem(last=False)
 
     def end(self, owner: int, session: SessionId) -> bool:
         """Forget a session; False if it was not there."""
@@ -36,13 +44,9 @@ class SessionTable:
         for key in [key for key in self._used if key[0] == owner]:
             del self._used[key]
 
-    def take_idle(self, now: float) -> list[tuple[int, SessionId]]:
-        """Forget the sessions that nobody used for `ttl` seconds; which they were."""
-        idle = []
-        while self._used:
-            key, used = next(iter(self._used.items()))
-            if used + self.ttl > now:
-                break
-            del self._used[key]
-            idle.append(key)
-        return idle
+    def forget_idle(self, now: float) -> int:
+        """Forget the sessions that nobody used for `ttl` seconds; how many there were."""
+        before = len(self._used)
+        while self._used and next(iter(self._used.values())) + self.ttl <= now:
+            self._used.popitem(last=False)
+        return before - len(self._used)
