@@ -63,10 +63,10 @@ async def serve(settings: Settings) -> None:
         # Reading the socket is driven by its descriptor; this only makes sure that no edge was missed.
         ticker.every(TICK_SECONDS, "socket", zmq_server.drain)
         serving = asyncio.create_task(http.run(), name="http")
-        await http.started()
-        log.info(
-            "ready: tcp://%s:%d, http://%s:%d", settings.host, settings.port, settings.http_host, settings.http_port
-        )
+        if await http.started():
+            log.info(
+                "ready: tcp://%s:%d, http://%s:%d", settings.host, settings.port, settings.http_host, settings.http_port
+            )
         stop = asyncio.create_task(stopping.wait(), name="signals")
         await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
         log.info("stopping")

@@ -124,7 +124,7 @@ class Service:
         if len(self._instances) >= MAX_INSTANCES:
             raise ProtocolError(
                 ErrorCode.INCOMPATIBLE,
-                f"{MAX_INSTANCES} clients are registered, and no more may be; does one of them register again and again?",
+                f"{MAX_INSTANCES} clients are registered, as many as may be; does one register again and again?",
             )
         chunk_size, pool_bytes = self._hello.chunk_size, self._hello.pool_bytes
         largest = max(slot_bytes(group, chunk_size) for group in request.layout.groups)

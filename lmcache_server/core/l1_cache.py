@@ -409,9 +409,11 @@ class L1Cache:
 
     def _lose(self, lease: Lease[Reservation]) -> None:
         self.counters.lost_chunks += len(lease.subject.entries)
-        self.lost.keep(lease)
+        # Frames of a lost reservation are refused; only who writes into the pool itself may write on.
+        if not self._framed:
+            self.lost.keep(lease)
         for _, node, taken in reversed(lease.subject.entries):
-            self._give_up(node, taken, Event.LOSE)
+            self._give_up(node, taken, Event.ABORT if self._framed else Event.LOSE)
 
     def _answer(self, lease: Lease[Reservation] | None) -> tuple[int, ...]:
         """The owner of a lost reservation spoke: its slots are safe to reuse. The chunks that it will not publish."""

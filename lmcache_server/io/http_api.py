@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, HTTPException, Response
 from pydantic import BaseModel, ConfigDict
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmcache_server.io.zmq_server import BindError
 
 __all__ = ["HttpServer", "Routes", "bind", "build_app"]
+
+_MAX_BODY_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,10 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(128)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise BindError(
-            f"cannot listen on http://{host}:{port}: {error.strerror}; choose another --http-host or --http-port"
+            f"cannot listen on http://{host}:{port}: {reason}; choose another --http-host or --http-port"
         ) from error
     return listener
 
@@ -91,26 +95,59 @@ def build_app(routes: Routes) -> FastAPI:
     return app
 
 
+class _LimitedBodies:
+    """Refuses to read a body of more than `_MAX_BODY_BYTES`: nothing here takes a long one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        read = 0
+
+        async def limited() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > _MAX_BODY_BYTES:
+                raise HTTPException(413, f"a body of at most {_MAX_BODY_BYTES} bytes is read")
+            return message
+
+        await self._app(scope, limited, send)
+
+
 class HttpServer:
     """Serves `app` on `listener` until stopped."""
 
     def __init__(self, app: FastAPI, listener: socket.socket) -> None:
         self._listener = listener
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+        config = uvicorn.Config(
+            _LimitedBodies(app),
+            # Named, so that what else is installed does not decide about limits and start-up time.
+            http="h11",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=2,
+        )
         self._server = _Uvicorn(config)
 
     async def run(self) -> None:
         """Serve; returns after `stop`."""
-        await self._server.serve(sockets=[self._listener])
+        try:
+            await self._server.serve(sockets=[self._listener])
+        finally:
+            self.stop()
 
     def stop(self) -> None:
         """Finish what is under way and end `run`."""
         self._server.should_exit = True
 
-    async def started(self) -> None:
-        """Wait until requests are answered."""
+    async def started(self) -> bool:
+        """Wait until requests are answered; False if `run` ended before."""
         while not self._server.started and not self._server.should_exit:
             await asyncio.sleep(0.005)
+        return self._server.started
 
 
 class _Uvicorn(uvicorn.Server):

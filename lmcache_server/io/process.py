@@ -13,7 +13,7 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if it is gone or a zombie."""
+    """When the process started, in clock ticks since boot; None if it is gone or a zombie. Raises PermissionError."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -22,7 +22,12 @@ def _started(pid: int) -> int | None:
 
 
 def process_gone(process: ProcessId) -> bool | None:
-    """Whether the process has ended; None if it lives in another pid namespace and cannot be seen from here."""
+    """Whether the process has ended; None if it cannot be seen from here: it lives in another pid namespace, or is
+    hidden from this user.
+    """
     if process.namespace != _namespace():
         return None
-    return _started(process.pid) != process.started
+    try:
+        return _started(process.pid) != process.started
+    except PermissionError:
+        return None

@@ -3,10 +3,14 @@
 The socket's file descriptor is edge-triggered: readable means that something changed, so the socket is drained until
 it has nothing more, and looked at again after each send, which may have consumed the edge. A drain that goes on for
 long lets the loop breathe.
+
+Memory is bounded: a peer that sends faster than it is answered is held back by TCP, and large replies to a peer that
+does not read them are dropped.
 """
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -18,8 +22,12 @@ Buffer = bytes | memoryview
 Handler = Callable[[bytes, Sequence[Buffer]], list[Buffer]]
 
 _BURST = 64
-_MAX_MESSAGE_BYTES = 128 * 2**20
+_MAX_FRAME_BYTES = 128 * 2**20
+_WAITING_MESSAGES = 64
+"""Messages per peer that wait here to be answered."""
 _LARGE = 64 * 2**10
+_UNREAD_BYTES = 256 * 2**20
+"""Large replies per peer that wait to be read by it."""
 
 
 class BindError(Exception):
@@ -32,12 +40,17 @@ class ZmqServer:
     def __init__(self, host: str, port: int) -> None:
         self.dropped_replies = 0
         self._handler: Handler | None = None
+        self._scheduled = False
+        self._unread: dict[bytes, deque[tuple[int, zmq.MessageTracker]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, _WAITING_MESSAGES)
+        # Else pyzmq copies small frames and calls them delivered, also the last one of a large reply.
+        self._socket.copy_threshold = 0
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         if ":" in host:
             self._socket.setsockopt(zmq.IPV6, 1)
@@ -61,9 +74,14 @@ class ZmqServer:
         for _ in range(_BURST):
             if self._socket.closed or not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 return
-            self._answer(self._socket.recv_multipart(zmq.NOBLOCK, copy=True))
-        if self._loop is not None:
-            self._loop.call_soon(self.drain)
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=True)
+            except zmq.Again:
+                return
+            self._answer(parts)
+        if self._loop is not None and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._drain_on)
 
     def close(self) -> None:
         """Stop listening. Safe to call twice."""
@@ -73,18 +91,37 @@ class ZmqServer:
             self._socket.close()
             self._context.term()
 
+    def _drain_on(self) -> None:
+        self._scheduled = False
+        self.drain()
+
     def _answer(self, parts: list[bytes]) -> None:
         assert self._handler is not None
         identity, *message = parts
         uid, operation, *payload = [*message, b"", b""][: max(2, len(message))]
-        reply = self._handler(operation, payload)
+        reply = [uid, *self._handler(operation, payload)]
+        size = sum(map(len, reply))
         try:
-            self._socket.send_multipart([identity, uid, *reply], zmq.NOBLOCK, copy=_small(reply))
+            if size < _LARGE:
+                self._socket.send_multipart([identity, *reply], zmq.NOBLOCK, copy=True)
+            else:
+                self._send_large(identity, reply, size)
         except zmq.ZMQError as error:
             # The peer is gone, or does not read: its own deadline tells it.
             self.dropped_replies += 1
             log.debug("a reply of %r was dropped: %s", operation[:40], error)
 
-
-def _small(frames: Sequence[Buffer]) -> bool:
-    return all(len(frame) < _LARGE for frame in frames)
+    def _send_large(self, identity: bytes, reply: Sequence[Buffer], size: int) -> None:
+        """Send without a copy; raises ZMQError (EAGAIN) while too much waits for this peer already."""
+        for peer, waiting in list(self._unread.items()):
+            while waiting and waiting[0][1].done:
+                waiting.popleft()
+            if not waiting:
+                del self._unread[peer]
+        waiting = self._unread.get(identity, deque())
+        if waiting and size + sum(unread for unread, _ in waiting) > _UNREAD_BYTES:
+            raise zmq.Again(zmq.EAGAIN)
+        tracker = self._socket.send_multipart([identity, *reply], zmq.NOBLOCK, copy=False, track=True)
+        assert tracker is not None
+        waiting.append((size, tracker))
+        self._unread[identity] = waiting
