@@ -31,7 +31,7 @@ READ_TTL, WRITE_TTL, SESSION_TTL, REAP = 30.0, 50.0, 60.0, 100.0
 class Bench:
     """A service without a socket: `ask` sends a message through its bytes, `now` is the time."""
 
-    def __init__(self, *, pool: int = 8 * PART, frames: bool = True) -> None:
+    def __init__(self, *, pool: int = 8 * PART, frames: bool = False) -> None:
         self.now = 0.0
         self.memory = bytearray(b"\xa5" * pool)
         self.hello = m.HelloReply(
@@ -382,7 +382,7 @@ def test_time_ends_leases_loses_reservations_and_forgets_sessions(bench: Bench) 
 
 
 def test_an_idle_session_is_forgotten_without_freeing_what_is_being_written_or_read() -> None:
-    bench = Bench(frames=False)
+    bench = Bench()
     me = bench.register()
     bench.sessions.ttl = 1.0
     reserved = bench.reserve(me, "ab")

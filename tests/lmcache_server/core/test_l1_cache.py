@@ -527,6 +527,16 @@ def test_where_bytes_come_as_frames_only_nothing_is_published_without_one() -> N
     cache.assert_quiet()
 
 
+def test_where_bytes_come_as_frames_only_a_lost_slot_is_free_at_once() -> None:
+    cache = SmallCache(framed=True)
+    reserved = cache.reserve(1, "ab")
+    cache.wait(WRITE_TTL)
+    cache.assert_quiet()
+    assert cache.l1.counters.lost_chunks == 2
+    assert cache.l1.reserved_object(1, reserved.reservation, 0, 0) is None
+    assert cache.commit(1, reserved.reservation).state is CommitState.LOST
+
+
 # Counting.
 
 
