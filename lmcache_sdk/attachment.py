@@ -8,6 +8,7 @@ is mended in place.
 import dataclasses
 import logging
 import os
+import time
 from dataclasses import dataclass
 
 from lmcache_sdk.errors import LMCacheSDKError
@@ -85,12 +86,13 @@ def attach(
         register = Register(role, model_name, revision, kind, world_size, worker_id, layout, block_size, this_process())
     except ProtocolError as error:
         raise LMCacheSDKError(f"cannot register: {error}") from error
+    deadline = time.monotonic() + (connection.timeout if timeout is None else timeout)
     for _ in range(RESTARTS):
-        hello = _hello(connection, timeout)
+        hello = _hello(connection, deadline - time.monotonic())
         pool = _map_pool(hello)
-        reply: RegisterReply = connection.request(register, timeout=timeout)
+        reply: RegisterReply = connection.request(register, timeout=deadline - time.monotonic())
         if reply.incarnation == hello.incarnation:
-            return _attached(connection, hello, register, reply, pool, timeout)
+            return _attached(connection, hello, register, reply, pool)
     raise LMCacheSDKError(f"{connection.url} restarted {RESTARTS} times while this client registered")
 
 
@@ -101,7 +103,7 @@ def this_process() -> ProcessId:
     return ProcessId(os.getpid(), int(after_name[19]), os.stat("/proc/self/ns/pid").st_ino)
 
 
-def _hello(connection: ServerConnection, timeout: float | None) -> HelloReply:
+def _hello(connection: ServerConnection, timeout: float) -> HelloReply:
     hello: HelloReply = connection.request(Hello(), timeout=timeout)
     if hello.protocol != PROTOCOL_VERSION:
         raise LMCacheSDKError(
@@ -130,14 +132,12 @@ def _attached(
     register: Register,
     reply: RegisterReply,
     pool: SharedPool | None,
-    timeout: float | None,
 ) -> Attachment:
     transfer: Transfer
     if pool is not None:
         transfer = SharedMemoryTransfer(pool, reply.part_bytes)
     else:
-        seconds = connection.timeout if timeout is None else timeout
-        transfer = FrameTransfer(connection, reply.instance, reply.part_bytes, hello.frame_bytes, seconds)
+        transfer = FrameTransfer(connection, reply.instance, reply.part_bytes, hello.frame_bytes)
     attachment = Attachment(
         connection=connection,
         hello=hello,

@@ -117,13 +117,12 @@ class FrameTransfer:
     """Private buffers, and messages of at most `frame_bytes` bytes of raw frames each."""
 
     def __init__(
-        self, connection: ServerConnection, instance: int, part_bytes: Sequence[int], frame_bytes: int, timeout: float
+        self, connection: ServerConnection, instance: int, part_bytes: Sequence[int], frame_bytes: int
     ) -> None:
         self._connection = connection
         self._instance = instance
         self._part_bytes = list(part_bytes)
         self._frame_bytes = frame_bytes
-        self._timeout = timeout
 
     def __repr__(self) -> str:
         return f"FrameTransfer({self._connection.url})"
@@ -142,7 +141,7 @@ class FrameTransfer:
         under_way: deque[tuple[PendingReply, tuple[Piece, ...]]] = deque()
         for pieces in self._messages(chunks):
             message = Read(self._instance if holder is None else holder, acquired.lease, pieces)
-            under_way.append((self._connection.submit(message, timeout=self._timeout), pieces))
+            under_way.append((self._connection.submit(message), pieces))
             if len(under_way) == IN_FLIGHT:
                 self._take_in(*under_way.popleft(), targets)
         for pending, pieces in under_way:
@@ -168,7 +167,7 @@ class FrameTransfer:
                 sources[place[p.chunk] * len(self._part_bytes) + p.part][p.offset : p.offset + p.length] for p in pieces
             ]
             message = Write(self._instance, reserved.reservation, pieces)
-            under_way.append(self._connection.submit(message, timeout=self._timeout, frames=frames))
+            under_way.append(self._connection.submit(message, frames=frames))
             if len(under_way) == IN_FLIGHT:
                 under_way.popleft().wait()
         for pending in under_way:

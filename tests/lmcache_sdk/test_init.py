@@ -39,5 +39,5 @@ def test_the_root_is_made_of_what_the_modules_export() -> None:
 @pytest.mark.parametrize("name", ["kvcache", "qcache"])
 def test_each_kind_has_a_module_that_connects(name: str) -> None:
     module = getattr(lmcache_sdk, name)
-    assert module.__all__ == ["connect"]
+    assert "connect" in module.__all__
     assert name in lmcache_sdk.__all__

@@ -87,7 +87,7 @@ def test_nothing_to_move_is_no_tensors(engine: Attachment) -> None:
 
 @pytest.mark.parametrize("frame_bytes", [97, 1000, CHUNK_BYTES, CHUNK_BYTES + 1, 10 * CHUNK_BYTES])
 def test_frames_of_any_size_carry_the_same_bytes(engine: Attachment, frame_bytes: int) -> None:
-    transfer = FrameTransfer(engine.connection, engine.instance, [CHUNK_BYTES], frame_bytes, 10)
+    transfer = FrameTransfer(engine.connection, engine.instance, [CHUNK_BYTES], frame_bytes)
     written = fill(engine, transfer, 48)
     read = transfer.readable(acquire(engine, 48))
     assert all(torch.equal(a, b) for a, b in zip(written, read, strict=True))
@@ -176,7 +176,7 @@ def test_a_closed_transfer_is_an_error_and_its_tensors_stay(server: CacheServer,
 def test_frames_that_do_not_fit_their_pieces_are_an_error(frames: list[bytes]) -> None:
     reply = encode(ReadReply(100))
     with Router(lambda *_: [[reply, *frames]]) as router, ServerConnection(router.url) as connection:
-        transfer = FrameTransfer(connection, 1, [100], 4096, 5)
+        transfer = FrameTransfer(connection, 1, [100], 4096)
         with pytest.raises(LMCacheSDKError, match="frames that do not fit them"):
             transfer.readable(Acquired(1, 1, pack_slots([0, 1])))
 
