@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from lmcache_connector.config import ConnectorConfig, check_chunk_size
 from lmcache_connector.settings import Settings
 from lmcache_sdk.attachment import Attachment, attach
-from lmcache_sdk.errors import LMCacheSDKError, ServerUnavailable
+from lmcache_sdk.errors import LMCacheSDKError, ServerRefused, ServerUnavailable
 from lmcache_sdk.transport import ServerConnection
+from lmcache_server.protocol.errors import ErrorCode
 from lmcache_server.protocol.layout import Kind
 from lmcache_server.protocol.messages import Ping, PingReply
 
@@ -83,12 +84,19 @@ class ServerLink:
             self._reattach()
         except ServerUnavailable as error:
             self._complain(f"computing without a cache until there is a server: {error}")
-        except LMCacheSDKError as error:
-            raise ValueError(f"the cache server cannot be used: {error}") from error
+        except (LMCacheSDKError, ValueError) as error:
+            self.close()
+            raise ValueError(f"the cache server at {self.url} cannot be used: {error}") from error
         self._thread.start()
 
     def lost(self, attachment: Attachment, error: LMCacheSDKError) -> None:
-        """`attachment` failed with `error`: nobody uses it until the server has been heard from."""
+        """`attachment` failed with `error`: nobody uses it until the server has been heard from.
+
+        A refusal of one request does not count, unless the server does not know us any more.
+        """
+        if isinstance(error, ServerRefused) and error.code is not ErrorCode.UNKNOWN_INSTANCE:
+            logger.warning("%s", error)
+            return
         with self._change:
             if self.attachment is not attachment:
                 return
