@@ -145,9 +145,9 @@ def _routes(status: Status, service: Service) -> http_api.Routes:
 
 
 def _create_pool(settings: Settings) -> Pool:
+    progress = None if settings.l1_use_lazy else progress_bar(f"taking {settings.l1_size_gb:g} GiB of memory")
     if not settings.segment_name:
-        return create_private_pool(settings.pool_bytes, ALIGN_BYTES)
+        return create_private_pool(settings.pool_bytes, ALIGN_BYTES, progress)
     for name in reclaim_orphans(SHM_PREFIX):
         log.warning("removed shared memory %s: the server that made it is gone", name)
-    progress = None if settings.l1_use_lazy else progress_bar(f"taking {settings.l1_size_gb:g} GiB of shared memory")
     return create_shared_pool(settings.segment_name, settings.pool_bytes, ALIGN_BYTES, settings.segment_mode, progress)

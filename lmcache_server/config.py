@@ -151,7 +151,7 @@ def _read_file(path: str) -> dict[Any, Any]:
             content = yaml.safe_load(file)
     except OSError as error:
         raise SettingsError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f"--config {path}: not YAML ({' '.join(str(error).split())})") from error
     if content is None:
         return {}
@@ -168,7 +168,7 @@ def _converted(field: "dataclasses.Field[Any]", value: Any, source: str) -> Any:
         raise SettingsError(f"{source}: expected {kind.__name__}, got {value!r}")
     try:
         result = kind(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise SettingsError(f"{source}: expected {kind.__name__}, got {value!r}") from None
     if kind is int and isinstance(value, float):
         raise SettingsError(f"{source}: expected a whole number, got {value!r}")
@@ -220,5 +220,6 @@ def _check(settings: Settings) -> None:
     ):
         if not 0 < getattr(settings, name) < math.inf:
             refuse(name, "a number of seconds above 0")
-    if "/" in settings.segment_name or len(settings.segment_name) > 200 or "\0" in settings.segment_name:
-        refuse("shm_name", "at most 180 characters without /")
+    segment = settings.segment_name.encode(errors="surrogateescape")
+    if b"/" in segment or len(segment) > 200 or b"\0" in segment:
+        refuse("shm_name", f"at most {200 - len(SHM_PREFIX)} bytes without /")

@@ -1,6 +1,7 @@
 """Commands that ask a running server or engine over HTTP: `ping`, `describe`, `kvcache clear`."""
 
 import argparse
+import http.client
 import json
 import sys
 import time
@@ -52,6 +53,8 @@ def _request(url: str, method: str = "GET") -> bytes:
             return bytes(response.read())
     except urllib.error.HTTPError as error:
         raise _Unreachable(f"{url} answered {error.code} {error.reason}") from error
+    except http.client.HTTPException as error:
+        raise _Unreachable(f"{url} does not speak HTTP ({type(error).__name__})") from error
     except (OSError, ValueError) as error:
         raise _Unreachable(f"{url} cannot be reached: {getattr(error, 'reason', error)}") from error
 
@@ -107,25 +110,31 @@ def _describe(options: argparse.Namespace) -> int:
 
 
 def _clear(options: argparse.Namespace) -> int:
+    url = options.url.rstrip("/")
     try:
-        cleared = json.loads(_request(options.url.rstrip("/") + "/cache/clear", "POST"))
-    except (_Unreachable, ValueError) as error:
+        cleared = json.loads(_request(url + "/cache/clear", "POST"))
+        report = Metrics("Clear KV Cache")
+        report.add("status", "Status", "OK")
+        for key, label in (("freed", "Objects freed"), ("held", "Objects still in use")):
+            report.add(key, label, cleared[key])
+    except (ValueError, KeyError, TypeError) as error:
+        return _fail(options, f"{url} is not a cache server: {type(error).__name__} {error}", 1)
+    except _Unreachable as error:
         return _fail(options, str(error), 1)
-    report = Metrics("Clear KV Cache")
-    report.add("status", "Status", "OK")
-    for key, label in (("freed", "Objects freed"), ("held", "Objects still in use")):
-        report.add(key, label, cleared.get(key))
     _show(report, options, 40)
     return 0
 
 
 def _show(report: Metrics, options: argparse.Namespace, width: int) -> None:
     formatter = get_formatter(options.format, width=width)
-    if options.output:
-        report.add_handler(FileHandler(options.output, formatter))
     if not options.quiet:
         report.add_handler(StreamHandler(formatter))
-    report.emit()
+    if options.output:
+        report.add_handler(FileHandler(options.output, formatter))
+    try:
+        report.emit()
+    except OSError as error:
+        raise SystemExit(_fail(options, f"--output {options.output} cannot be written: {error.strerror}", 2)) from error
 
 
 def _fail(options: argparse.Namespace, reason: str, code: int) -> int:

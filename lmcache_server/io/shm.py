@@ -22,6 +22,7 @@ __all__ = ["Pool", "PoolError", "create_private_pool", "create_shared_pool", "pr
 SHM_ROOT = Path("/dev/shm")
 _MARK = b"lmcache-pool-v1\0"
 _STEP = 64 * 2**20
+GIB = 2**30
 
 
 class PoolError(Exception):
@@ -57,9 +58,27 @@ class Pool:
             self._mapping.close()
 
 
-def create_private_pool(pool_bytes: int, align_bytes: int) -> Pool:
-    """A pool that no other process can map; its bytes travel as frames."""
-    mapping = mmap.mmap(-1, _segment_bytes(pool_bytes, align_bytes))
+def create_private_pool(pool_bytes: int, align_bytes: int, progress: Callable[[float], None] | None) -> Pool:
+    """A pool that no other process can map; its bytes travel as frames. With `progress`, every page is taken now.
+    Raises PoolError.
+    """
+    size = _segment_bytes(pool_bytes, align_bytes)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory:
+        raise PoolError(
+            f"the pool needs {size / GIB:.2f} GiB of memory, this machine has {memory / GIB:.2f} GiB; "
+            "make --l1-size-gb smaller"
+        )
+    fd = os.memfd_create("lmcache pool")
+    try:
+        os.ftruncate(fd, size)
+        if progress is not None:
+            _take_pages(fd, size, progress)
+        mapping = mmap.mmap(fd, size)
+    except OSError as error:
+        raise PoolError(f"{size} bytes of memory cannot be taken: {error.strerror}") from error
+    finally:
+        os.close(fd)
     return Pool(mapping, pool_bytes, align_bytes, "", -1)
 
 
@@ -109,31 +128,58 @@ def _check_space(name: str, size: int) -> None:
     existing = SHM_ROOT / name
     reclaimable = existing.stat().st_blocks * 512 if existing.exists() else 0
     free = os.statvfs(SHM_ROOT)
-    available = free.f_bavail * free.f_frsize + reclaimable
+    available = max(0, free.f_bavail * free.f_frsize + reclaimable - _promised(name))
     if size > available:
         raise PoolError(
-            f"the pool needs {size / 2**30:.2f} GiB of shared memory, {SHM_ROOT} has {available / 2**30:.2f} GiB free; "
+            f"the pool needs {size / GIB:.2f} GiB of shared memory, {SHM_ROOT} has {available / GIB:.2f} GiB free; "
             "make --l1-size-gb smaller, enlarge /dev/shm (docker: --shm-size), or serve without it (--shm-name '')"
         )
 
 
+def _promised(name: str) -> int:
+    """Bytes that the pools of other servers will still take: their pages come at first use."""
+    total = 0
+    for path in SHM_ROOT.iterdir():
+        fd = _open_pool(path) if path.name != name else None
+        if fd is not None:
+            facts = os.fstat(fd)
+            total += max(0, facts.st_size - facts.st_blocks * 512)
+            os.close(fd)
+    return total
+
+
 def _reclaim(path: Path) -> bool:
     """Unlink an abandoned pool: marked as ours, and its owner's lock is free."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+    fd = _open_pool(path)
+    if fd is None:
         return False
     try:
-        end = os.fstat(fd).st_size
-        if end < len(_MARK) or os.pread(fd, len(_MARK), end - len(_MARK)) != _MARK:
-            return False
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between the two calls another server may have reclaimed it and made its own pool of that name.
+        if not os.path.samestat(os.fstat(fd), os.stat(path)):
+            return False
         path.unlink()
         return True
     except OSError:
         return False
     finally:
         os.close(fd)
+
+
+def _open_pool(path: Path) -> int | None:
+    """The descriptor of `path` if it is a pool of a server, else None."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        end = os.fstat(fd).st_size
+        if end >= len(_MARK) and os.pread(fd, len(_MARK), end - len(_MARK)) == _MARK:
+            return fd
+    except OSError:
+        pass
+    os.close(fd)
+    return None
 
 
 def _take_pages(fd: int, size: int, progress: Callable[[float], None]) -> None:
