@@ -7,6 +7,7 @@ A rotary embedding turns each pair of a head's elements by an angle proportional
     neox style      pair i = elements i and i + rotary_dim / 2
     interleaved     pair i = elements 2 i and 2 i + 1
     partial         elements from rotary_dim on are not turned
+    latent          MLA models: one plane per token, and only its last head_size elements are a turned key
 
 Engines round each angle to float32; the difference is taken between the rounded angles, so that a moved key agrees with
 a key computed in place even at far positions. Keys whose position does not change keep their bits.
@@ -26,6 +27,9 @@ __all__ = ["Rotary"]
 _INTERLEAVED = frozenset({"codegen", "cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "glm4", "gptj"})
 """Values of `model_type` whose pairs are neighbours; a configuration does not say it otherwise."""
 
+_PARTLY_LATENT = frozenset({"minicpm3"})
+"""Values of `model_type` that compute latents, but whose keys engines cache head by head."""
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -36,6 +40,7 @@ class Rotary:
     frequencies: torch.Tensor
     head_size: int
     interleaved: bool = False
+    latent: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.rotary_dim <= self.head_size:
@@ -58,6 +63,11 @@ class Rotary:
         """
         config = _field(config, "text_config") or config
         rope = _rope_parameters(config, layer_type)
+        if _is_latent(config):
+            head_size = int(_field(config, "qk_rope_head_dim"))
+            frequencies = inverse_frequencies(rope, head_size, int(_field(config, "max_position_embeddings") or 0))
+            # Engines turn neighbours here, whatever the model's own code does with its weights' order.
+            return cls(frequencies, head_size, interleaved=True, latent=True)
         heads = _field(config, "num_attention_heads")
         head_size = int(_field(config, "head_dim") or _field(config, "hidden_size") // heads)
         share = (
@@ -77,12 +87,15 @@ class Rotary:
     ) -> torch.Tensor:
         """A copy of `keys` `[..., T, heads * head_size]`, turned from positions `old` `[T]` to positions `new` `[T]`.
 
+        For a latent cache `keys` are whole latents `[..., T, rank + head_size]`.
         Computed in float32 (float64 for float64 keys) and rounded once to the keys' dtype.
         """
         before, after = self._positions("old", old, keys), self._positions("new", new, keys)
         if keys.dtype not in _FLOATS:
             raise LMCacheSDKError(f"keys: expected a floating dtype, got {keys.dtype}; dequantise them first")
-        if keys.shape[-1] % self.head_size:
+        if self.latent and keys.shape[-1] <= self.head_size:
+            raise LMCacheSDKError(f"keys: expected latents of more than {self.head_size}, got {keys.shape[-1]}")
+        if not self.latent and keys.shape[-1] % self.head_size:
             raise LMCacheSDKError(f"keys: expected a multiple of {self.head_size} per token, got {keys.shape[-1]}")
         result = keys.clone(memory_format=torch.contiguous_format)
         moved = (before != after).nonzero().flatten()
@@ -92,10 +105,21 @@ class Rotary:
         exact = torch.float64 if keys.dtype == torch.float64 else torch.float32
         cos, sin = turn.cos().to(exact)[:, None, :], turn.sin().to(exact)[:, None, :]
         # One layer at a time: the wider copies stay small.
-        for layer in result.view(-1, *keys.shape[-2:]):
+        first = keys.shape[-1] - self.head_size if self.latent else 0
+        for layer in result.view(-1, *keys.shape[-2:])[..., first:]:
             heads = layer[moved].to(exact).view(len(moved), -1, self.head_size)
             self._turn(heads, cos, sin)
             layer[moved] = heads.flatten(1).to(keys.dtype)
+        return result
+
+    def turn_on_average(self, raw: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`raw` `[..., head_size]`, at position 0, turned by the mean of the rotations for all of `positions`.
+
+        That mean is linear but no rotation: it shortens, most where the positions' angles differ most.
+        """
+        angles = self._angles(positions)
+        result = raw.clone(memory_format=torch.contiguous_format)
+        self._turn(result, angles.cos().mean(dim=0).to(raw.dtype), angles.sin().mean(dim=0).to(raw.dtype))
         return result
 
     def _positions(self, name: str, positions: Sequence[int] | torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -110,7 +134,7 @@ class Rotary:
         return (positions.to(torch.float32)[:, None] * self.frequencies).to(torch.float64)
 
     def _turn(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Turn `heads` `[T, heads, head_size]` in place."""
+        """Turn `heads` `[..., head_size]` in place."""
         half = self.rotary_dim // 2
         if self.interleaved:
             x, y = heads[..., 0 : self.rotary_dim : 2], heads[..., 1 : self.rotary_dim : 2]
@@ -119,6 +143,16 @@ class Rotary:
         turned = x * cos - y * sin, y * cos + x * sin
         x.copy_(turned[0])
         y.copy_(turned[1])
+
+
+def _is_latent(config: object) -> bool:
+    """Whether engines cache one latent per token for this model, instead of keys and values."""
+    kind = _field(config, "model_type")
+    if kind in _PARTLY_LATENT:
+        raise LMCacheSDKError(
+            f"model_type: {kind!r} turns the last part of each head, which is not supported; its keys cannot be moved"
+        )
+    return bool(_field(config, "kv_lora_rank"))
 
 
 def _field(config: object, name: str) -> Any:

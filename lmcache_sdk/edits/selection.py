@@ -56,11 +56,14 @@ def keep_tokens(
 ) -> tuple[torch.Tensor, list[int]]:
     """New KV `[2, L, len(kept), D]` and its tokens, from `kv` `[2, L, T, D]` of `tokens`; `kv` is left as it is.
 
-    Raises LMCacheSDKError unless `kept` is strictly ascending within the tokens and `kv` has keys and values for them.
+    Latents of MLA models are `[1, L, T, D]`, and `rotary` knows it (`Rotary.latent`). Raises LMCacheSDKError unless
+    `kept` is strictly ascending within the tokens and `kv` is a cache of them as `rotary` expects it.
     """
-    if kv.ndim != 4 or kv.shape[0] != 2 or kv.shape[2] != len(tokens):
+    planes = 1 if rotary.latent else 2
+    if kv.ndim != 4 or kv.shape[0] != planes or kv.shape[2] != len(tokens):
+        model = "of an MLA model's latents" if rotary.latent else "of keys and values"
         raise LMCacheSDKError(
-            f"kv: expected [2, layers, {len(tokens)}, D] for {len(tokens)} tokens, got {list(kv.shape)}"
+            f"kv: expected [{planes}, layers, {len(tokens)}, D] {model} for {len(tokens)} tokens, got {list(kv.shape)}"
         )
     indices = torch.as_tensor(kept, dtype=torch.int64)
     if indices.ndim != 1 or bool((indices.diff() <= 0).any()):

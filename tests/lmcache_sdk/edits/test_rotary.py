@@ -12,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, PhiConfig
+from transformers import DeepseekV2Config, LlamaConfig, PhiConfig
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RotaryEmbedding
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb as apply_to_latents
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
@@ -165,6 +167,40 @@ def test_interleaved_keys_move_to_what_transformers_computes_there() -> None:
 
     before, after = torch.arange(50) + 900, torch.arange(50)
     assert torch.allclose(rotary.move(at(before), before, after), at(after), atol=1e-5)
+
+
+def test_only_the_rotated_part_of_a_latent_is_moved_and_lands_on_what_transformers_computes_there() -> None:
+    config = DeepseekV2Config(kv_lora_rank=24, qk_rope_head_dim=16, max_position_embeddings=4096)
+    rotary = Rotary.from_config(config)
+    assert (rotary.latent, rotary.interleaved, rotary.head_size, rotary.rotary_dim) == (True, True, 16, 16)
+    embedding = DeepseekV2RotaryEmbedding(config)
+    source = torch.Generator().manual_seed(2)
+    content, raw = torch.randn(50, 24, generator=source), torch.randn(1, 1, 50, 16, generator=source)
+
+    def at(positions: torch.Tensor) -> torch.Tensor:
+        key = apply_to_latents(raw, raw, embedding(raw, positions[None]))[1][0, 0]
+        return torch.cat((content, key), dim=-1)
+
+    before, after = torch.arange(50) + 900, torch.arange(50) * 3
+    moved = rotary.move(torch.stack((at(before), at(before))), before, after)
+    assert torch.equal(moved[0], moved[1])
+    assert torch.equal(moved[0, :, :24], content)
+    assert torch.allclose(moved[0], at(after), atol=1e-5)
+
+
+def test_a_model_that_computes_latents_but_caches_heads_is_refused() -> None:
+    config = {"model_type": "minicpm3", "kv_lora_rank": 256, "qk_rope_head_dim": 32, "num_attention_heads": 4}
+    with pytest.raises(LMCacheSDKError, match="model_type: 'minicpm3' turns the last part of each head"):
+        Rotary.from_config({**config, "hidden_size": 256, "rope_theta": 10000.0})
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_turning_on_average_is_the_average_of_turning(interleaved: bool) -> None:
+    rotary = Rotary.default(10000.0, SIZE, rotary_dim=12, interleaved=interleaved)
+    raw = torch.randn(2, 5, SIZE, dtype=torch.float64)
+    places = torch.arange(40, 90)
+    each = [rotary.move(raw, torch.zeros(5), torch.full((5,), place)) for place in places.tolist()]
+    assert torch.allclose(rotary.turn_on_average(raw, places), torch.stack(each).mean(dim=0), atol=1e-12)
 
 
 def test_a_configuration_is_read_in_the_old_form_and_in_the_new_one(tmp_path: Path) -> None:

@@ -73,5 +73,28 @@ def test_indices_that_do_not_name_tokens_in_order_are_refused(kept: list[int], m
 
 
 def test_a_cache_of_another_shape_is_refused() -> None:
-    with pytest.raises(LMCacheSDKError, match=r"kv: expected \[2, layers, 7, D\] for 7 tokens, got \[2, 2, 8, 16\]"):
+    with pytest.raises(
+        LMCacheSDKError, match=r"kv: expected \[2, layers, 7, D\] of keys and values for 7 tokens"
+    ):
         keep_tokens(cache(8), range(7), [0], ROTARY)
+
+
+def test_kept_latents_are_moved_in_their_rotated_part_only() -> None:
+    rotary = Rotary(ROTARY.frequencies, SIZE, interleaved=True, latent=True)
+    latents = torch.randn(1, LAYERS, 8, 20 + SIZE)
+    remaining, names = keep_tokens(latents, range(8), [0, 3, 7], rotary)
+    assert names == [0, 3, 7]
+    assert torch.equal(remaining[..., :20], latents[:, :, [0, 3, 7], :20])
+    assert torch.equal(remaining[0], rotary.move(latents[0][:, [0, 3, 7]], [0, 3, 7], [0, 1, 2]))
+
+
+def test_latents_and_an_embedding_of_heads_do_not_go_together() -> None:
+    latent = Rotary(ROTARY.frequencies, SIZE, latent=True)
+    with pytest.raises(LMCacheSDKError, match=r"expected \[2, layers, 8, D\] of keys and values .* \[1, 2, 8, 16\]"):
+        keep_tokens(cache(8)[:1], range(8), [0], ROTARY)
+    with pytest.raises(
+        LMCacheSDKError, match=r"expected \[1, layers, 8, D\] of an MLA model's latents"
+    ):
+        keep_tokens(cache(8), range(8), [0], latent)
+    with pytest.raises(LMCacheSDKError, match="keys: expected latents of more than 8, got 8"):
+        keep_tokens(cache(8)[:1, ..., :SIZE], range(8), [0, 2], latent)
