@@ -1,0 +1,144 @@
+"""vLLM's real configuration objects, translated; and what is refused when the engine starts."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_connector.config import check_chunk_size, read_config
+from lmcache_server.protocol.layout import KernelGroup
+from tests.engine import connector_config, tiny_model
+
+pytest.importorskip("vllm")
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+SPEC = FullAttentionSpec(block_size=128, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+NAMES = [f"model.layers.{i}.self_attn.attn" for i in (0, 10, 2, 1)]
+
+
+@pytest.fixture(scope="module")
+def vllm_config() -> VllmConfig:
+    transfer = KVTransferConfig(**connector_config(6555))
+    arguments = EngineArgs(model=str(tiny_model()), enforce_eager=True, kv_transfer_config=transfer)
+    return arguments.create_engine_config()
+
+
+def changed(config: VllmConfig, part: str, **values: Any) -> VllmConfig:
+    """A shallow copy with other values in one part."""
+    copy = object.__new__(VllmConfig)
+    copy.__dict__.update(config.__dict__)
+    old = getattr(config, part)
+    new = object.__new__(type(old))
+    new.__dict__.update(old.__dict__ | values)
+    copy.__dict__[part] = new
+    return copy
+
+
+def caches(*groups: tuple[list[str], Any]) -> KVCacheConfig:
+    return KVCacheConfig(
+        num_blocks=8,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(names, spec) for names, spec in groups],
+    )
+
+
+def test_the_record_says_what_the_engine_is(vllm_config: VllmConfig) -> None:
+    config = read_config(vllm_config, caches((NAMES, SPEC)))
+    assert config.model_name == str(tiny_model())
+    assert config.layout.groups == (KernelGroup((0, 1, 2, 10), 2, 4, 64, "bfloat16"),)
+    assert config.layers == tuple(NAMES[i] for i in (0, 3, 2, 1)), "in the order of the layout's layers"
+    assert (config.block_size, config.world_size, config.stores, config.loads) == (128, 1, True, True)
+    assert config.settings.url == "tcp://127.0.0.1:6555"
+    assert config.fails_on_load_errors, "vLLM's default"
+
+
+def test_both_halves_build_the_same_record(vllm_config: VllmConfig) -> None:
+    shuffled = caches((NAMES[::-1], SPEC))
+    assert read_config(vllm_config, caches((NAMES, SPEC))) == read_config(vllm_config, shuffled)
+
+
+@pytest.mark.parametrize(("role", "stores", "loads"), [("kv_producer", True, False), ("kv_consumer", False, True)])
+def test_the_role_decides_who_stores_and_who_loads(
+    vllm_config: VllmConfig, role: str, stores: bool, loads: bool
+) -> None:
+    config = read_config(changed(vllm_config, "kv_transfer_config", kv_role=role), caches((NAMES, SPEC)))
+    assert (config.stores, config.loads) == (stores, loads)
+
+
+def test_f49_whatever_shapes_kv_changes_the_revision(vllm_config: VllmConfig, tmp_path: Any) -> None:
+    def revision(config: VllmConfig) -> str:
+        return read_config(config, caches((NAMES, SPEC))).revision
+
+    revisions = {
+        revision(changed(vllm_config, "model_config", **values))
+        for values in (
+            {},
+            {"hf_overrides": {"rope_parameters": {"rope_theta": 7.0}}},
+            {"quantization": "fp8"},
+            {"dtype": torch.float32},
+            {"model_impl": "transformers"},
+            {"model": str(tiny_model(seed=1))},
+            {"model": "some/model", "revision": "a"},
+            {"model": "some/model", "revision": "b"},
+        )
+    }
+    assert len(revisions) == 8
+    assert revision(vllm_config) in revisions
+
+
+@pytest.mark.parametrize(
+    ("groups", "sentence"),
+    [
+        ([], "0 groups (none) are not supported"),
+        ([(NAMES[:2], SPEC), (NAMES[2:], SPEC)], "2 groups (2 layers of FullAttentionSpec, 2 layers of"),
+        ([(NAMES, MLAAttentionSpec(block_size=128, num_kv_heads=1, head_size=576, dtype=torch.bfloat16))], "MLA"),
+        ([(NAMES, SlidingWindowSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16,
+                                    sliding_window=64))], "SlidingWindowSpec, not full attention"),
+        ([(NAMES, dataclasses.replace(SPEC, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR))], "--kv-cache-dtype auto"),
+        ([(NAMES, dataclasses.replace(SPEC, head_size_v=32))], "keys of 64 and values of 32"),
+        ([(NAMES, dataclasses.replace(SPEC, non_causal=True))], "attend to later ones"),
+        ([(NAMES, dataclasses.replace(SPEC, state_content_bytes=96))], "packs K and V in a way of its own"),
+        ([(NAMES, dataclasses.replace(SPEC, dtype=torch.float64))], "dtype torch.float64"),
+        ([(["model.layers.0.attn.1"], SPEC)], "exactly one number"),
+        ([(["encoder.layers.0.attn", "decoder.layers.0.attn"], SPEC)], "same index"),
+    ],
+)  # fmt: skip
+def test_f32_a_model_that_cannot_be_cached_correctly_is_refused_with_its_layer(
+    vllm_config: VllmConfig, groups: list[tuple[list[str], Any]], sentence: str
+) -> None:
+    with pytest.raises(ValueError) as refusal:
+        read_config(vllm_config, caches(*groups))
+    assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size", "nnodes"],
+)
+def test_ranks_that_we_do_not_serve_are_refused_by_their_option(vllm_config: VllmConfig, option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option}: 2 is not supported"):
+        read_config(changed(vllm_config, "parallel_config", **{option: 2}), caches((NAMES, SPEC)))
+
+
+def test_unknown_keys_end_the_start(vllm_config: VllmConfig) -> None:
+    other = changed(vllm_config, "kv_transfer_config", kv_connector_extra_config={"lmcache.mp.prot": 1})
+    with pytest.raises(ValueError, match=r"did you mean lmcache\.mp\.port"):
+        read_config(other, caches((NAMES, SPEC)))
+
+
+def test_chunks_and_blocks_must_fit_into_each_other() -> None:
+    for chunk, block in ((16, 128), (128, 128), (256, 16)):
+        check_chunk_size(chunk, block)
+    with pytest.raises(ValueError, match="--chunk-size 48 or the engine with --block-size 32"):
+        check_chunk_size(32, 48)
