@@ -78,8 +78,8 @@ def redundancy(keys: torch.Tensor, threshold: float = 0.5, recent: int = 1) -> t
         cosine[:, torch.arange(len(rows)), rows] = 0.0
         alike = torch.where(cosine > threshold, places.to(torch.int32), -1)
         latest = alike.topk(min(recent, tokens), dim=-1).values.to(torch.int64)
-        # A token with fewer likes than that overlooks column `tokens`, which is no token.
-        overlooked = torch.zeros(*cosine.shape[:2], tokens + 1, dtype=torch.bool)
-        overlooked.scatter_(2, torch.where(latest < 0, tokens, latest), True)
-        total += cosine.masked_fill(overlooked[:, :, :tokens], 0.0).sum(dim=1)
+        likes, column = latest >= 0, latest.clamp(min=0)
+        overlooked = cosine.gather(2, column).mul_(likes)
+        total += cosine.sum(dim=1)
+        total.scatter_add_(1, column.flatten(1), -overlooked.flatten(1))
     return (total / tokens).softmax(dim=-1)

@@ -73,9 +73,7 @@ def test_indices_that_do_not_name_tokens_in_order_are_refused(kept: list[int], m
 
 
 def test_a_cache_of_another_shape_is_refused() -> None:
-    with pytest.raises(
-        LMCacheSDKError, match=r"kv: expected \[2, layers, 7, D\] of keys and values for 7 tokens"
-    ):
+    with pytest.raises(LMCacheSDKError, match=r"kv: expected \[2, layers, 7, D\] of keys and values for 7 tokens"):
         keep_tokens(cache(8), range(7), [0], ROTARY)
 
 
@@ -92,9 +90,7 @@ def test_latents_and_an_embedding_of_heads_do_not_go_together() -> None:
     latent = Rotary(ROTARY.frequencies, SIZE, latent=True)
     with pytest.raises(LMCacheSDKError, match=r"expected \[2, layers, 8, D\] of keys and values .* \[1, 2, 8, 16\]"):
         keep_tokens(cache(8)[:1], range(8), [0], ROTARY)
-    with pytest.raises(
-        LMCacheSDKError, match=r"expected \[1, layers, 8, D\] of an MLA model's latents"
-    ):
+    with pytest.raises(LMCacheSDKError, match=r"expected \[1, layers, 8, D\] of an MLA model's latents"):
         keep_tokens(cache(8), range(8), [0], latent)
     with pytest.raises(LMCacheSDKError, match="keys: expected latents of more than 8, got 8"):
         keep_tokens(cache(8)[:1, ..., :SIZE], range(8), [0, 2], latent)
