@@ -117,7 +117,7 @@ class Compat:
         known = name if name in OPERATIONS or name in FIXED else "an unknown operation"
         if (known, error.code) not in self._told:
             self._told.add((known, error.code))
-            log.warning("refused %s of a client of LMCache: %s", known, str(error)[: numbered.MAX_REASON])
+            log.warning("refused %s of a client of LMCache: %s", known, error)
         failure = OPERATIONS[name].failure if name in OPERATIONS else numbered.RAISED
         return Refusal(error) if failure is numbered.RAISED else failure
 

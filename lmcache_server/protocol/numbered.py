@@ -37,9 +37,6 @@ Buffer = bytes | memoryview
 MAX_TOKENS = 1 << 21
 """Values of one frame: tokens come as a list here."""
 
-MAX_REASON = 500
-"""Characters of a reason, which may quote what was sent."""
-
 
 @dataclass(frozen=True, slots=True)
 class Key:
@@ -169,7 +166,7 @@ def arguments(operation: Operation, frames: Sequence[Buffer]) -> list[Any]:
 def reply(operation: Buffer, answer: Any) -> list[Buffer]:
     """The frames of an answer, from the operation's on."""
     if isinstance(answer, Refusal):
-        return [msgpack.packb(f"refused: {answer}"[:MAX_REASON])]
+        return [msgpack.packb(f"refused: {answer}")]
     return [operation] if answer is None else [operation, msgpack.packb(answer)]
 
 

@@ -51,6 +51,13 @@ SLOTS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def no_faults(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What clients send is never a fault of the server."""
+    yield
+    assert not [record for record in caplog.get_records("call") if record.levelname == "ERROR"]
+
+
 # The documented exchanges.
 
 
