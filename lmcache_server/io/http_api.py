@@ -102,6 +102,8 @@ class _LimitedBodies:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        long = b"transfer-encoding" in headers or int(headers.get(b"content-length", 0)) > _MAX_BODY_BYTES
         read = 0
 
         async def limited() -> Message:
@@ -112,7 +114,13 @@ class _LimitedBodies:
                 raise HTTPException(413, f"a body of at most {_MAX_BODY_BYTES} bytes is read")
             return message
 
-        await self._app(scope, limited, send)
+        async def closing(message: Message) -> None:
+            # What is left of a long body would be read only to be thrown away.
+            if long and message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        await self._app(scope, limited, closing)
 
 
 class HttpServer:
