@@ -199,7 +199,7 @@ def _check(settings: Settings) -> None:
     def refuse(name: str, expected: str) -> None:
         raise SettingsError(f"{name.replace('_', '-')}: expected {expected}, got {getattr(settings, name)!r}")
 
-    if not (math.isfinite(settings.l1_size_gb) and 2**20 <= settings.pool_bytes <= 2**46):
+    if not (0 < settings.l1_size_gb <= 65536 and settings.pool_bytes >= 2**20):
         refuse("l1_size_gb", "a pool of at least 1 MiB (0.001) and at most 65536 GiB")
     if not 1 <= settings.chunk_size <= 65536:
         refuse("chunk_size", "1 to 65536 tokens")
