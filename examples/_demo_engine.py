@@ -62,10 +62,11 @@ class Engine:
         connector: Mapping[str, Any] | None = None,
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        python: str | Path = sys.executable,
     ) -> None:
         self.model = str(model)
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", weights_dtype(model)]
         command += ["--enforce-eager", "--return-tokens-as-token-ids", "--enable-prompt-tokens-details", *arguments]
         if connector is not None:
