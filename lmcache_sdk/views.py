@@ -87,7 +87,6 @@ class ChunkGeometry:
 
     def split(self, tensor: torch.Tensor, chunks: Sequence[int], slots: Sequence[torch.Tensor]) -> None:
         """Copy the chunks with indices `chunks` of `tensor` into `slots` (chunk-major, then shard)."""
-        tensor = tensor.detach()  # the pool must not become part of somebody's autograd graph
         for i, slot in enumerate(slots):
             self.view(slot).copy_(self.place(tensor, chunks[i // self.shards], i % self.shards))
 

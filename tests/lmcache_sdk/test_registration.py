@@ -14,6 +14,7 @@ from lmcache_sdk.transfer import SharedMemoryTransfer
 from lmcache_sdk.transport import ServerConnection
 from lmcache_server.protocol.layout import CacheLayout, KernelGroup, Kind
 from tests.lmcache_sdk.fake_engine import random_kv, registered_engine
+from tests.lmcache_sdk.http_double import HttpDouble, ok
 from tests.servers import CacheServer, free_ports, running_server
 
 
@@ -184,6 +185,32 @@ def test_two_addresses_of_two_servers_are_refused_by_name() -> None:
         with pytest.raises(LMCacheSDKError, match="must be the two ports of one server"):
             lmcache_sdk.kvcache.connect(one.url, other.http_url, "m", timeout=10)
         assert (instances(one), instances(other)) == (1, 1)
+
+
+def test_a_status_page_of_other_chunks_is_refused(server: CacheServer, model: str) -> None:
+    with registered_engine(server, model):
+        config = server.get("/config")
+        config["mp"]["chunk_size"] = 32
+        count = instances(server)
+        with HttpDouble({"/config": ok(config), "/status": ok(server.status())}) as double:
+            with pytest.raises(
+                LMCacheSDKError, match=r"chunks of 16 tokens, but http.* with chunks of 32: url and http"
+            ):
+                lmcache_sdk.kvcache.connect(server.url, double.url, model, timeout=10)
+        assert instances(server) == count
+
+
+def test_a_status_page_of_another_dtype_costs_a_miss_and_no_wrong_byte(server: CacheServer, model: str) -> None:
+    with registered_engine(server, model), connect(server, model=model) as context:
+        context.store(random_kv(32), range(32))
+        status = server.status()
+        for entry in status["cache_context_meta"].values():
+            entry["layout"]["groups"][0]["dtype"] = "float16"
+        with (
+            HttpDouble({"/config": ok(server.get("/config")), "/status": ok(status)}) as double,
+            lmcache_sdk.kvcache.connect(server.url, double.url, model, timeout=10) as misled,
+        ):
+            assert misled.retrieve(range(32)) is None
 
 
 def test_a_model_that_nobody_registered_is_refused_and_nothing_is_left(server: CacheServer) -> None:

@@ -76,6 +76,7 @@ def test_what_was_filled_and_committed_is_what_is_read(server: CacheServer, engi
 def test_a_transfer_is_what_the_server_offers(server: CacheServer, engine: Attachment) -> None:
     expected = SharedMemoryTransfer if server.segment else FrameTransfer
     assert type(engine.transfer) is expected
+    assert server.status()["transport"] == ("shm" if server.segment else "frames")
     assert (server.segment or server.url) in repr(engine.transfer)
 
 

@@ -100,6 +100,28 @@ def test_a_sleeping_thread_wakes_when_another_thread_takes_its_reply_in() -> Non
             assert not sleeper.is_alive(), "the reply was taken in, and nobody told the thread that waited for it"
 
 
+def test_a_thread_takes_the_socket_over_from_one_that_gives_up() -> None:
+    def late(_: str, message: bytes, __: list[bytes]) -> list[list[bytes]]:
+        if hello_reply(message).protocol == 1:
+            return []
+        time.sleep(0.4)
+        return [[encode(hello_reply(message))]]
+
+    with Router(late) as router, ServerConnection(router.url) as connection:
+
+        def give_up() -> None:
+            with pytest.raises(ServerUnavailable):
+                connection.request(Hello(1), timeout=0.2)
+
+        sleeper = threading.Thread(target=give_up)
+        sleeper.start()
+        time.sleep(0.05)
+        start = time.monotonic()
+        assert connection.request(Hello(2), timeout=5).protocol == 2
+        assert time.monotonic() - start < 2
+        sleeper.join()
+
+
 def test_a_deadline_is_kept_and_the_error_says_what_was_waited_for() -> None:
     with Router(mute) as router, ServerConnection(router.url) as connection:
         wait_until_connected(connection, router)

@@ -71,7 +71,7 @@ def test_any_strides_are_split_and_joined() -> None:
     assert same(out, tensor)
 
 
-def test_an_autograd_graph_does_not_reach_into_the_pool() -> None:
+def test_tensors_that_require_a_gradient_are_copied_like_any_other() -> None:
     geometry = ChunkGeometry(torch.float32, 1, 1, 2, 2, 1)
     pool = torch.zeros(16, dtype=torch.uint8)
     geometry.split(torch.ones(1, 1, 2, 2, requires_grad=True), [0], [pool])
