@@ -9,6 +9,7 @@ ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 FROM python:3.11-slim AS build
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
+COPY lmcache lmcache
 COPY lmcache_server lmcache_server
 COPY lmcache_sdk lmcache_sdk
 COPY connector connector
