@@ -60,7 +60,8 @@ class ZmqServer:
         except zmq.ZMQError as error:
             self.close()
             raise BindError(
-                f"cannot listen on tcp://{host}:{port}: {zmq.strerror(error.errno or 0)}; choose another --host or --port"
+                f"cannot listen on tcp://{host}:{port}: {zmq.strerror(error.errno or 0)}; "
+                "choose another --host or --port"
             ) from error
 
     def start(self, loop: asyncio.AbstractEventLoop, handler: Handler) -> None:
