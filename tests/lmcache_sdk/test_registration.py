@@ -192,11 +192,11 @@ def test_a_status_page_of_other_chunks_is_refused(server: CacheServer, model: st
         config = server.get("/config")
         config["mp"]["chunk_size"] = 32
         count = instances(server)
-        with HttpDouble({"/config": ok(config), "/status": ok(server.status())}) as double:
-            with pytest.raises(
-                LMCacheSDKError, match=r"chunks of 16 tokens, but http.* with chunks of 32: url and http"
-            ):
-                lmcache_sdk.kvcache.connect(server.url, double.url, model, timeout=10)
+        with (
+            HttpDouble({"/config": ok(config), "/status": ok(server.status())}) as double,
+            pytest.raises(LMCacheSDKError, match=r"chunks of 16 tokens, but http.* with chunks of 32: url and http"),
+        ):
+            lmcache_sdk.kvcache.connect(server.url, double.url, model, timeout=10)
         assert instances(server) == count
 
 
