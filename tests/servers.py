@@ -4,6 +4,7 @@ A server that was started here is gone when its `with` block ends, and so is its
 because a test that leaves something behind is a failure.
 """
 
+import ctypes
 import itertools
 import json
 import os
@@ -27,6 +28,8 @@ STOP_SECONDS = 15.0
 HOLDINGS = ("active_sessions", "read_leases", "reservations", "quarantined_bytes")
 """Numbers of /status that are 0 when nobody is in the middle of anything."""
 SHM_ROOT = Path("/dev/shm")
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 _numbers = itertools.count()
 
 
@@ -67,7 +70,7 @@ class CacheServer:
             sys.executable, "-m", "lmcache_server.cli.main", "server", "--l1-size-gb", "0.0625", "--chunk-size", "16",
             "--port", str(self.port), "--http-port", str(self.http_port), "--shm-name", self.segment, *self.flags,
         ]  # fmt: skip
-        self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log, preexec_fn=_end_with_parent)
         deadline = time.monotonic() + START_SECONDS
         while not self._healthy():
             if self.process.poll() is not None:
@@ -143,6 +146,11 @@ def running_server(*flags: str, shared_memory: bool = True) -> Iterator[CacheSer
         server.stop()
     finally:
         server._clean_up()
+
+
+def _end_with_parent() -> None:
+    """In the child: be terminated when the test process ends, however it ends."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_ports(count: int) -> list[int]:
