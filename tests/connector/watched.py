@@ -32,6 +32,7 @@ class Watched:
         """Each question to the scheduler half: request, local tokens, answer."""
         self.before_load: Callable[[StepPlan], StepPlan] = lambda plan: plan
         self.after_load: Callable[[StepPlan], None] = lambda plan: None
+        self.preemptions = 0
         self._watch()
 
     @property
@@ -43,10 +44,6 @@ class Watched:
     def worker_half(self) -> WorkerHalf:
         half: WorkerHalf = self.engine.worker_connector.worker_half
         return half
-
-    @property
-    def block_size(self) -> int:
-        return self.worker_half._config.block_size
 
     def _watch(self) -> None:
         load, store, matched = self.worker_half.load, self.worker_half.store, self.scheduler_half.matched_tokens
@@ -63,6 +60,7 @@ class Watched:
 
         def watched_matched(request: Any, local: int) -> tuple[int | None, bool]:
             answer = matched(request, local)
+            self.preemptions = max(self.preemptions, request.num_preemptions)
             self.asked.append((request.request_id, local, answer[0]))
             assert answer[0] is None or 0 <= answer[0] <= request.num_tokens - 1 - local or answer[0] == 0
             return answer
@@ -78,6 +76,7 @@ class Watched:
         self.loads.clear()
         self.stores.clear()
         self.asked.clear()
+        self.preemptions = 0
 
     def complete(self, prompt: list[int], **options: Any) -> Completion:
         """One request; see InProcessEngine."""
@@ -115,7 +114,7 @@ def watched_engine(
         settings = connector_config(server.port, heartbeat_interval=0.5)
         settings |= {"kv_load_failure_policy": "recompute"} | (connector or {})
         with in_process_engine(
-            tiny_model(dtype=dtype), connector=settings, block_size=block_size, max_model_len=1024, **options
+            tiny_model(dtype=dtype), connector=settings, block_size=block_size, **{"max_model_len": 1024, **options}
         ) as engine:
             watched = Watched(engine, server)
             # The first requests of a process load libraries and pick kernels; that is not what is tested.

@@ -1,0 +1,36 @@
+"""The engine as users run it: an OpenAI endpoint, engine core and worker in processes of their own, the plain name."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.connector.watched import prompt_of
+from tests.engine import connector_config, engine_process, tiny_model
+from tests.servers import running_server
+
+pytestmark = [pytest.mark.vllm, pytest.mark.process, pytest.mark.timeout(300)]
+
+
+def test_an_engine_in_several_processes_offloads_its_prompts_and_takes_them_back(tmp_path: Path) -> None:
+    prompt = prompt_of(600)
+    arguments = ["--max-model-len", "2048"]
+    with running_server("--chunk-size", "64") as server:
+        settings = connector_config(server.port)
+        with engine_process(tiny_model(), tmp_path / "vllm.log", connector=settings, arguments=arguments) as engine:
+            cold = engine.complete(prompt, max_tokens=4)
+            local = engine.complete(prompt, max_tokens=4)
+            engine.reset_prefix_cache()
+            external = engine.complete(prompt, max_tokens=4)
+            assert (cold.cached_tokens, local.cached_tokens, external.cached_tokens) == (0, 576, 576)
+            assert external.logprobs == local.logprobs
+            assert external.tokens == cold.tokens
+            assert engine.complete(prompt, cache_salt="another").cached_tokens == 0
+            contexts = server.status()["cache_context_meta"].values()
+            assert [(c["model_name"], c["world_size"], c["block_size"]) for c in contexts] == [
+                (str(tiny_model()), 1, 128)
+            ]
+            server.quiet()
+        assert server.status()["cache_context_meta"] == {}, "the worker has left"
+    log = (tmp_path / "vllm.log").read_text()
+    assert "kv_load_failure_policy is 'fail'" in log
+    assert "using the cache server" in log
