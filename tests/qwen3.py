@@ -23,11 +23,13 @@ class Past:
 
 @dataclass
 class Forward:
-    """One pass: `logits` `[T, vocabulary]`; `raw_keys` (not turned) and `values` `[L, T, kv_heads, head_dim]`."""
+    """One pass: `logits` `[T, vocabulary]`; `raw_keys` (not turned) and `values` `[L, T, kv_heads, head_dim]`, and
+    `raw_queries` `[L, T, heads, head_dim]`."""
 
     logits: torch.Tensor
     raw_keys: torch.Tensor
     values: torch.Tensor
+    raw_queries: torch.Tensor
 
 
 class PlainQwen3:
@@ -57,7 +59,7 @@ class PlainQwen3:
         before = past.keys.shape[1] if past is not None else 0
         positions = torch.arange(before, before + len(tokens))
         x = self.weights["model.embed_tokens.weight"][tokens]
-        raw_keys, values = [], []
+        raw_keys, values, raw_queries = [], [], []
         for layer in range(self.layers):
             h = self._normed(x, layer, "input_layernorm")
             q, k, v = (
@@ -66,6 +68,7 @@ class PlainQwen3:
             q, k = self._normed(q, layer, "self_attn.q_norm"), self._normed(k, layer, "self_attn.k_norm")
             raw_keys.append(k)
             values.append(v)
+            raw_queries.append(q)
             keys = self.turn(k, positions)
             if past is not None:
                 keys, v = torch.cat((past.keys[layer], keys)), torch.cat((past.values[layer], v))
@@ -74,7 +77,7 @@ class PlainQwen3:
             gate = torch.nn.functional.silu(self._linear(h, layer, "mlp.gate_proj"))
             x = x + self._linear(gate * self._linear(h, layer, "mlp.up_proj"), layer, "mlp.down_proj")
         logits = self._rms(x, self.weights["model.norm.weight"]) @ self.weights["model.embed_tokens.weight"].T
-        return Forward(logits, torch.stack(raw_keys), torch.stack(values))
+        return Forward(logits, torch.stack(raw_keys), torch.stack(values), torch.stack(raw_queries))
 
     def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Causal, with the queries at the end: `[T, heads * head_dim]`."""
