@@ -59,7 +59,9 @@ def latencies(worker: Attachment) -> list[list[object]]:
     return rows
 
 
-def client(url: str, instance: int, number: int, start: float, seconds: float, counts: "multiprocessing.Queue[int]") -> None:
+def client(
+    url: str, instance: int, number: int, start: float, seconds: float, counts: "multiprocessing.Queue[int]"
+) -> None:
     with ServerConnection(url) as connection:
         one = Acquire(instance, (prompt(RUN_TOKENS, f"client-{number}"),))
         count = 0
