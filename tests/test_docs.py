@@ -12,7 +12,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,6 +20,7 @@ from lmcache_sdk.attachment import attach
 from lmcache_sdk.transport import ServerConnection
 from lmcache_server.cli.server import add_parser
 from lmcache_server.config import Settings, load
+from lmcache_server.core.memory_obj import TRANSITIONS
 from lmcache_server.metrics import METRICS
 from lmcache_server.protocol.layout import CacheLayout, KernelGroup, Kind
 from lmcache_server.protocol.messages import OPERATIONS
@@ -54,6 +54,20 @@ def metrics_table() -> str:
     """One row per metric."""
     rows = ["| name | type | what it counts |", "|---|---|---|"]
     return "\n".join(rows + [f"| `{name}` | {kind} | {text} |" for name, kind, text, _ in METRICS])
+
+
+def states_table() -> str:
+    """One row per legal transition of a MemoryObj."""
+    rows = ["| state | event | next state |", "|---|---|---|"]
+    return "\n".join(rows + [f"| {a.value} | {event.value} | {b.value} |" for (a, event), b in TRANSITIONS.items()])
+
+
+TABLES = {
+    "| flag |": (SERVER_PAGE, settings_table),
+    "| name |": (SERVER_PAGE, metrics_table),
+    "| state |": (ROOT / "docs" / "architecture.md", states_table),
+}
+"""How a table begins -> its page, and what it should be."""
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +118,10 @@ def test_the_yaml_of_the_server_page_names_known_settings_only() -> None:
     assert {name.replace("-", "_") for name in yaml.safe_load(block)} <= known
 
 
-@pytest.mark.parametrize("table", [settings_table, metrics_table], ids=["settings", "metrics"])
-def test_the_tables_of_the_server_page_are_those_of_the_code(table: Any) -> None:
-    assert table() in SERVER_PAGE.read_text(encoding="utf-8"), "run `python -m tests.test_docs`"
+@pytest.mark.parametrize("beginning", TABLES)
+def test_a_table_of_the_pages_is_that_of_the_code(beginning: str) -> None:
+    page, table = TABLES[beginning]
+    assert table() in page.read_text(encoding="utf-8"), "run `python -m tests.test_docs`"
 
 
 def test_the_wire_page_lists_every_operation_and_no_other() -> None:
@@ -121,12 +136,11 @@ def test_relative_links_of_the_pages_lead_to_files() -> None:
 
 
 def write_tables() -> None:
-    """Replace the tables of the server page by those of the code."""
-    text = SERVER_PAGE.read_text(encoding="utf-8")
-    for heading, table in (("| flag |", settings_table()), ("| name |", metrics_table())):
-        pattern = re.escape(heading) + r".*?\n(?=\n)"
-        text = re.sub(pattern, lambda _, table=table: table + "\n", text, flags=re.S)
-    SERVER_PAGE.write_text(text, encoding="utf-8")
+    """Replace the tables of the pages by those of the code."""
+    for beginning, (page, table) in TABLES.items():
+        text = page.read_text(encoding="utf-8")
+        pattern = re.escape(beginning) + r".*?\n(?=\n)"
+        page.write_text(re.sub(pattern, lambda _, new=table(): new + "\n", text, flags=re.S), encoding="utf-8")
 
 
 if __name__ == "__main__":
