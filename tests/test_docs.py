@@ -140,7 +140,8 @@ def write_tables() -> None:
     for beginning, (page, table) in TABLES.items():
         text = page.read_text(encoding="utf-8")
         pattern = re.escape(beginning) + r".*?\n(?=\n)"
-        page.write_text(re.sub(pattern, lambda _, new=table(): new + "\n", text, flags=re.S), encoding="utf-8")
+        _, found, _ = re.split(f"({pattern})", text, maxsplit=1, flags=re.S)
+        page.write_text(text.replace(found, table() + "\n"), encoding="utf-8")
 
 
 if __name__ == "__main__":
