@@ -49,7 +49,7 @@ class ZmqServer:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, _WAITING_MESSAGES)
-        # Else pyzmq copies small frames and calls them delivered, also the last one of a large reply.
+        # Else pyzmq would copy a small last frame of a large reply, and call it delivered at once.
         self._socket.copy_threshold = 0
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         if ":" in host:
@@ -113,7 +113,7 @@ class ZmqServer:
             log.debug("a reply of %r was dropped: %s", operation[:40], error)
 
     def _send_large(self, identity: bytes, reply: Sequence[Buffer], size: int) -> None:
-        """Send without a copy; raises ZMQError (EAGAIN) while too much waits for this peer already."""
+        """Send large frames without a copy; raises ZMQError (EAGAIN) while too much waits for this peer already."""
         for peer, waiting in list(self._unread.items()):
             while waiting and waiting[0][1].done:
                 waiting.popleft()
@@ -122,7 +122,9 @@ class ZmqServer:
         waiting = self._unread.get(identity, deque())
         if waiting and size + sum(unread for unread, _ in waiting) > _UNREAD_BYTES:
             raise zmq.Again(zmq.EAGAIN)
-        tracker = self._socket.send_multipart([identity, *reply], zmq.NOBLOCK, copy=False, track=True)
+        for part in (identity, *reply[:-1]):
+            self._socket.send(part, zmq.NOBLOCK | zmq.SNDMORE, copy=len(part) < _LARGE)
+        tracker = self._socket.send(reply[-1], zmq.NOBLOCK, copy=False, track=True)
         assert tracker is not None
         waiting.append((size, tracker))
         self._unread[identity] = waiting
