@@ -1,5 +1,6 @@
 """The engine as users run it: an OpenAI endpoint, engine core and worker in processes of their own, the plain name."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,10 @@ def test_an_engine_in_several_processes_offloads_its_prompts_and_takes_them_back
                 (str(tiny_model()), 1, 128)
             ]
             server.quiet()
-        assert server.status()["cache_context_meta"] == {}, "the worker has left"
+        deadline = time.monotonic() + 10
+        while server.status()["cache_context_meta"]:  # it leaves, or the server notices that its process is gone
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
     log = (tmp_path / "vllm.log").read_text()
     assert "kv_load_failure_policy is 'fail'" in log
     assert "using the cache server" in log
