@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help install demo test lint interop clean
+.PHONY: help install demo test lint interop bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,10 @@ $(INTEROP)/.installed: requirements/interop.txt | $(VENV)/.installed
 	@where='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 		$(BIN)/python -c "$$where" > "$$($(INTEROP)/bin/python -c "$$where")/vllm_environment.pth"
 	@touch $@
+
+bench: install ## every benchmark against its limit; PEER=1: LMCache 0.5.6 beside it
+	@$(if $(PEER),$(MAKE) --no-print-directory $(INTEROP)/.installed,:)
+	@$(BIN)/python -m benchmarks $(if $(PEER),--peer)
 
 lint: install ## ruff, mypy --strict, import contracts
 	@$(BIN)/ruff check .

