@@ -1,0 +1,289 @@
+"""A real vLLM whose connector is LMCache's own, unmodified, against our server; its oracle is a vLLM without connector.
+
+Both run the same weights in float32. On a CPU LMCache's adapter moves pages as they are, so what it stores is opaque to
+an SDK; whole chunks can still be moved.
+"""
+
+import hashlib
+import random
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import lmcache_sdk
+from tests.engine import Completion, Engine, connector_config, tiny_model
+from tests.interop.peer import ENVIRONMENT, PYTHON, Peer
+from tests.servers import CacheServer, running_server
+
+pytestmark = [pytest.mark.vllm, pytest.mark.process, pytest.mark.timeout(600)]
+
+BLOCK, CHUNK = 32, 64
+OPTIONS = ("--block-size", str(BLOCK), "--max-model-len", "2048", "--max-num-batched-tokens", "512")
+START_SECONDS = 400.0
+"""Two engines start at once, on a machine that may have two cores and other work."""
+HEARTBEAT = 2.0
+RECOVERY = 15.0
+"""Seconds after a restart of the server until the engine caches again."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """An engine on LMCache's connector, its server, and an engine without either."""
+
+    server: CacheServer
+    cached: Engine
+    oracle: Engine
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    model, logs = tiny_model(dtype="float32"), tmp_path_factory.mktemp("vllm")
+    with running_server("--chunk-size", str(CHUNK), "--l1-size-gb", "0.03") as server:
+        connector = connector_config(
+            server.port, mp_transfer_mode="engine_driven", mq_timeout=30, heartbeat_interval=HEARTBEAT
+        )
+        connector["kv_load_failure_policy"] = "recompute"
+        environment = {**ENVIRONMENT, "LMCACHE_LOG_LEVEL": "INFO"}
+        with (
+            Engine(
+                model,
+                logs / "cached.log",
+                connector=connector,
+                arguments=OPTIONS,
+                environment=environment,
+                python=PYTHON,
+            ) as cached,
+            Engine(model, logs / "oracle.log", arguments=(*OPTIONS, "--no-enable-prefix-caching")) as oracle,
+        ):
+            for engine in (cached, oracle):
+                engine.wait_until_ready(START_SECONDS)
+            yield Engines(server, cached, oracle)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(256), k=length)
+
+
+def close(one: Completion, other: Completion) -> bool:
+    """The same tokens, and logprobs that differ by rounding at most."""
+    if one.tokens != other.tokens:
+        return False
+    pairs = [
+        (likeliest[token], others[token])
+        for likeliest, others in zip(one.logprobs, other.logprobs, strict=True)
+        for token in likeliest.keys() & others.keys()
+    ]
+    return len(pairs) >= len(one.tokens) and all(abs(a - b) < 1e-3 for a, b in pairs)
+
+
+@pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 7, 1100])
+def test_an_external_hit_equals_a_local_one_bit_for_bit(engines: Engines, length: int) -> None:
+    engine, tokens = engines.cached, prompt(length, length)
+    cold = engine.complete(tokens, max_tokens=4)
+    local = engine.complete(tokens, max_tokens=4)
+    engine.reset_prefix_cache()
+    external = engine.complete(tokens, max_tokens=4)
+    whole = length // CHUNK * CHUNK
+    assert cold.cached_tokens == 0
+    assert external.cached_tokens == min(whole, length - 1)
+    if whole:
+        assert local.cached_tokens == external.cached_tokens
+        assert external.logprobs == local.logprobs
+    for answer in (cold, local, external):
+        assert close(answer, engines.oracle.complete(tokens, max_tokens=4))
+    engines.server.quiet()
+
+
+@pytest.mark.parametrize("kept", [BLOCK, CHUNK, 3 * BLOCK])
+def test_an_external_hit_goes_on_where_a_local_one_ends(engines: Engines, kept: int) -> None:
+    engine, tokens = engines.cached, prompt(3 * CHUNK + 7, 40 + kept)
+    engine.complete(tokens)
+    local = engine.complete(tokens, max_tokens=4)
+    engine.reset_prefix_cache()
+    assert engine.complete(tokens[: kept + 1]).cached_tokens == kept // CHUNK * CHUNK
+    both = engine.complete(tokens, max_tokens=4)
+    assert (both.cached_tokens, both.logprobs) == (3 * CHUNK, local.logprobs)
+    engines.server.quiet()
+
+
+def mixed_prompts(count: int) -> list[tuple[list[int], str]]:
+    """Short prompts with shared beginnings, and the salt of each."""
+    chance = random.Random(2)
+    heads = [prompt(chance.randrange(40, 300), seed) for seed in range(12)]
+    mix = []
+    for seed in range(count):
+        head = chance.choice(heads)
+        tail = prompt(chance.randrange(1, 60), 1000 + seed)
+        mix.append((head[: chance.randrange(20, len(head) + 1)] + tail, chance.choice(["", "", "", "salt"])))
+    return mix
+
+
+def answers(engine: Engine, asked: Sequence[tuple[list[int], str]], threads: int = 12) -> list[Completion]:
+    """Ask all at once."""
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(lambda one: engine.complete(one[0], max_tokens=3, cache_salt=one[1]), asked))
+
+
+def test_a_mix_of_200_requests_is_answered_as_without_a_cache(engines: Engines) -> None:
+    mix = mixed_prompts(200)
+    found: list[Completion] = []
+    before = engines.server.status()["counters"]
+    for start in range(0, len(mix), 25):
+        found += answers(engines.cached, mix[start : start + 25])
+        engines.cached.reset_prefix_cache()
+    expected = answers(engines.oracle, mix)
+    assert not [i for i in range(len(mix)) if not close(found[i], expected[i])]
+    after = engines.server.quiet()["counters"]
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown["hit_tokens"] > 0.2 * grown["requested_tokens"], "there was something to find"
+    assert grown["evicted_chunks"] > 0, "and not room for everything"
+    assert (after["faults"], after["expired_reads"], after["lost_chunks"]) == (0, 0, 0)
+
+
+# These run in LMCache's process.
+
+
+def connect(url: str, http_url: str, model: str, completions_url: str) -> None:
+    import lmcache.sdk
+
+    kept.update(model=model, completions_url=completions_url)  # noqa: F821
+    kept["context"] = lmcache.sdk.kvcache.connect(url=url, http_url=http_url, model_name=model, timeout=10)  # noqa: F821
+
+
+def move(source: list[int], target: list[int]) -> list[Any]:
+    """Store the KV of `source` under `target`."""
+    import hashlib
+
+    import torch
+
+    values = kept["context"].retrieve(source)  # noqa: F821
+    stored = kept["context"].store(values, target)  # noqa: F821
+    return [list(values.shape), hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest(), stored]
+
+
+def post_completion(prompt_token_ids: list[int], sampling_params: dict[str, Any], cache_salt: str) -> Any:
+    """What an engine answers, token by token."""
+    import httpx
+
+    import lmcache.sdk
+
+    body = {"model": kept["model"], "prompt": list(prompt_token_ids), "logprobs": 0, **sampling_params}  # noqa: F821
+    if cache_salt:
+        body["cache_salt"] = cache_salt
+    choice = httpx.post(kept["completions_url"], json=body, timeout=60).raise_for_status().json()["choices"][0]  # noqa: F821
+    for token in choice["logprobs"]["tokens"]:
+        yield lmcache.sdk.request.TokenEvent(int(token.removeprefix("token_id:")), "")
+
+
+def edit_in_a_batch(prompts: list[list[int]], chunk: int) -> list[Any]:
+    """Prefill, drop the last whole chunk of each, decode; what each stream has then, and the reports' titles."""
+    import lmcache.sdk
+
+    batch, streams = lmcache.sdk.batch.LMCacheBatchedStream(), []
+    for tokens in prompts:
+        stream = lmcache.sdk.request.create_request(
+            contexts=[kept["context"]],  # noqa: F821
+            post_completion=post_completion,
+            prompt_token_ids=tokens,
+        )
+        batch.add(stream)
+        streams.append(stream)
+
+    def drop(tensors: Any, tokens: Any) -> Any:
+        (values,) = tensors.values()
+        return values[:, :, :-chunk], tokens[:-chunk]
+
+    sampling = {"temperature": 0.0, "ignore_eos": True}
+    reports = [batch.prefill(sampling_params={"max_tokens": 1, **sampling}), batch.modify(drop)]
+    reports.append(batch.decode(sampling_params={"max_tokens": 4, **sampling}))
+    return [[stream.output_tokens for stream in streams], [report.to_dict()["title"] for report in reports]]
+
+
+# The tests, again.
+
+
+@pytest.fixture
+def sdk(engines: Engines, peer: Peer) -> Iterator[Peer]:
+    peer.define(post_completion)
+    peer.call(
+        connect, url=engines.server.url, http_url=engines.server.http_url, model=engines.cached.model,
+        completions_url=f"{engines.cached.url}/v1/completions",
+    )  # fmt: skip
+    yield peer
+    peer.call(disconnect)
+    engines.server.quiet()
+
+
+def disconnect() -> None:
+    kept.pop("context").close()  # noqa: F821
+
+
+def test_their_sdk_moves_chunks_of_an_engine_on_a_cpu(engines: Engines, sdk: Peer) -> None:
+    source, target, tail = prompt(2 * CHUNK, 51), prompt(2 * CHUNK, 52), prompt(9, 53)
+    engine = engines.cached
+    engine.complete(source + tail)
+    shape, digest, stored = sdk.call(move, source=source, target=target)
+    assert (shape, stored) == ([1, 4, 2 * CHUNK, 512], True)
+    engine.reset_prefix_cache()
+    genuine = engine.complete(source + tail, max_tokens=4)
+    moved = engine.complete(target + tail, max_tokens=4)
+    assert (genuine.cached_tokens, moved.cached_tokens) == (2 * CHUNK, 2 * CHUNK)
+    assert moved.logprobs == genuine.logprobs, "the engine computed on what the SDK put there"
+    with lmcache_sdk.kvcache.connect(engines.server.url, engines.server.http_url, engine.model, timeout=10) as ours:
+        for tokens in (source, target):
+            values = ours.retrieve(tokens)
+            assert values is not None
+            assert hashlib.sha256(values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() == digest
+
+
+def test_their_batches_of_streams_edit_and_go_on(engines: Engines, sdk: Peer) -> None:
+    prompts = [prompt(length, 60 + length) for length in (2 * CHUNK + 5, 3 * CHUNK, 4 * CHUNK + 40)]
+    streams, titles = sdk.call(edit_in_a_batch, prompts=prompts, chunk=CHUNK)
+    assert titles == [
+        "Batched Stream Metrics (prefill)", "Batched Stream Modify Metrics", "Batched Stream Metrics (decode)",
+    ]  # fmt: skip
+    for tokens, stream in zip(prompts, streams, strict=True):
+        first = engines.oracle.complete(tokens).tokens
+        kept = len(tokens) // CHUNK * CHUNK - CHUNK
+        expected = [*tokens[:kept], *tokens[kept + CHUNK :], *first]
+        assert stream == [*expected, *engines.oracle.complete(expected, max_tokens=4).tokens]
+
+
+def test_a_server_killed_and_started_again_costs_no_answer_and_is_used_again(engines: Engines) -> None:
+    server, engine, asked = engines.server, engines.cached, [(prompt(200, 70 + i), "") for i in range(8)]
+    expected = answers(engines.oracle, asked)
+    engine.complete(asked[0][0])
+    server.kill()
+    engine.reset_prefix_cache()
+    assert all(map(close, answers(engine, asked), expected)), "without a server"
+    server.start()
+    used_again(engines, asked, expected)
+
+
+def test_a_server_that_was_away_for_less_than_a_heartbeat_is_used_again(engines: Engines) -> None:
+    server, engine, asked = engines.server, engines.cached, [(prompt(200, 80 + i), "") for i in range(8)]
+    expected = answers(engines.oracle, asked)
+    for _ in range(2):
+        server.restart()
+        engine.reset_prefix_cache()
+        assert all(map(close, answers(engine, asked), expected)), "its worker is not registered"
+        used_again(engines, asked, expected)
+
+
+def used_again(engines: Engines, asked: Sequence[tuple[list[int], str]], expected: list[Completion]) -> None:
+    """The worker registers again by itself, and what it stores from then on is found."""
+    back = time.monotonic() + RECOVERY
+    while not engines.server.status()["cache_context_meta"]:
+        assert time.monotonic() < back, f"not registered {RECOVERY} s after the restart"
+        time.sleep(0.1)
+    for _ in range(2):
+        engines.cached.reset_prefix_cache()
+        again = answers(engines.cached, asked)
+        assert all(map(close, again, expected))
+    assert all(answer.cached_tokens == 3 * CHUNK for answer in again)
+    engines.server.quiet()
