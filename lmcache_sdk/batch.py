@@ -139,13 +139,18 @@ class LMCacheBatchedStream:
         begin = time.perf_counter()
         bar = _Bar(label, len(self.request_streams), sys.stderr.isatty() if self._progress is None else self._progress)
         workers = min(self._max_workers, max(1, len(self.request_streams)))
-        with ThreadPoolExecutor(workers, thread_name_prefix=f"lmcache-{label}") as pool:
+        pool = ThreadPoolExecutor(workers, thread_name_prefix=f"lmcache-{label}")
+        try:
             running = {pool.submit(work, stream_id): stream_id for stream_id in self.request_streams}
             for future in as_completed(running):
                 error = future.exception()
                 if isinstance(error, Exception):
                     self.failures[running[future]] = error
+                elif error is not None:  # somebody wants the whole program to end
+                    raise error
                 bar.step()
+        finally:
+            pool.shutdown(cancel_futures=True)
         if self.failures:
             first, reason = next(iter(self.failures.items()))
             logger.warning("%s: %d of %d streams failed; %s: %s", label, len(self.failures), len(self), first, reason)

@@ -16,10 +16,11 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
@@ -27,6 +28,7 @@ from lmcache_sdk.context import LMCacheSDKContext, ModifyFnType
 from lmcache_sdk.edits.salt import edit_salt
 from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_sdk.perf import StreamPerfMetrics, measured
+from lmcache_sdk.tokens import TokenIds, token_bytes
 
 __all__ = [
     "Edit",
@@ -93,13 +95,14 @@ class Edit:
     ) -> None:
         self.tensors = tensors
         """By kind: KV [2, L, T, D], queries [1, L, T, D]; T is the same for all."""
-        self.tokens: list[int] = stream.tokens[: _length(tensors)]
+        self._cached = _length(tensors)
+        self.tokens: list[int] = stream.tokens[: self._cached]
         """The T tokens behind them."""
         self._stream = stream
         self._version = version
         self._applied = False
 
-    def apply(self, kv: torch.Tensor, tokens: Sequence[int]) -> None:
+    def apply(self, kv: torch.Tensor, tokens: TokenIds) -> None:
         """Put `kv` [2, L, T', D] of T' `tokens` in the place of what was retrieved.
 
         Raises EditAlreadyApplied, StaleEdit or StreamAborted if it is too late, LMCacheRequestStreamError if kv and
@@ -107,7 +110,7 @@ class Edit:
         """
         if self._applied:
             raise EditAlreadyApplied("this edit was applied already", self._stream.request_stream_id)
-        self._stream._replace(LMCacheSDKCacheKind.KV, kv, tokens, self._version, cached=len(self.tokens))
+        self._stream._replace(LMCacheSDKCacheKind.KV, kv, tokens, self._version, cached=self._cached)
         self._applied = True
 
 
@@ -118,7 +121,7 @@ class LMCacheRequestStream:
         self,
         contexts: Iterable[LMCacheSDKContext],
         post_completion: PostCompletion,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: TokenIds,
         cache_salt: str = "",
         *,
         isolate_edits: bool = True,
@@ -128,7 +131,7 @@ class LMCacheRequestStream:
         """
         self.request_stream_id = str(uuid.uuid4())
         self.post_completion = post_completion
-        self.tokens: list[int] = [int(token) for token in prompt_token_ids]
+        self.tokens: list[int] = _ids(prompt_token_ids, "prompt_token_ids", self.request_stream_id)
         self.cache_salt = cache_salt
         self.done = False
         self._contexts = _by_kind(contexts, self.request_stream_id)
@@ -173,13 +176,18 @@ class LMCacheRequestStream:
         """Whether the last pass ended before its `max_tokens`."""
         return self.done
 
-    def generate(self, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int] = ()) -> StreamPerfMetrics:
+    def generate(self, sampling_params: Mapping[str, Any], suffix_tokens: TokenIds = ()) -> StreamPerfMetrics:
         """Run one pass: the pending suffix and `suffix_tokens` join the prompt, what is generated follows it.
 
-        Raises LMCacheRequestStreamError if the engine fails; what it generated until then counts.
+        Raises LMCacheRequestStreamError if the engine fails, StreamAborted if the stream is aborted meanwhile; what was
+        generated until then counts.
         """
+        most = sampling_params.get("max_tokens", 1)
+        if not isinstance(most, int) or most < 1:
+            raise LMCacheRequestStreamError(f"max_tokens: expected at least 1, got {most!r}", self.request_stream_id)
         with self._alone("generate"):
-            self.tokens += [*self._suffix_tokens, *suffix_tokens]
+            suffix = _ids(suffix_tokens, "suffix_tokens", self.request_stream_id)
+            self.tokens += [*self._suffix_tokens, *suffix]
             self._suffix_tokens = []
             self._prompt_length = len(self.tokens)
             self._version += 1
@@ -193,14 +201,18 @@ class LMCacheRequestStream:
                     last = now
                     generated.append(event.token_id)
                     self._text_parts.append(event.text)
-            except Exception as error:
+                    if self._aborted:
+                        raise StreamAborted(f"aborted after {len(generated)} tokens", self.request_stream_id)
+            except StreamAborted:
+                raise
+            except Exception as error:  # whatever the engine's client raises: it is not ours
                 raise LMCacheRequestStreamError(
                     f"the engine failed after {len(generated)} tokens: {error}", self.request_stream_id
                 ) from error
             finally:
                 self.tokens += generated
                 self._decoded += len(generated)
-            self.done = len(generated) < sampling_params.get("max_tokens", 1)
+            self.done = len(generated) < most
             return measured(self._prompt_length, time.perf_counter() - begin, gaps)
 
     def retrieve(self, kind: LMCacheSDKCacheKind, timeout: float = 30.0, poll_interval: float = 0.2) -> torch.Tensor:
@@ -235,10 +247,11 @@ class LMCacheRequestStream:
             length = min(tensor.shape[2] for tensor in tensors.values())
             return Edit(self, {kind: t[:, :, :length] for kind, t in tensors.items()}, self._version)
 
-    def update(self, kind: LMCacheSDKCacheKind, kv: torch.Tensor, tokens: Sequence[int]) -> None:
+    def update(self, kind: LMCacheSDKCacheKind, kv: torch.Tensor, tokens: TokenIds) -> None:
         """Store `kv` for `tokens`, one per kv.shape[2], and go on from them; what was `tokens` until now is forgotten.
 
-        Raises LMCacheRequestStreamError if they do not fit or cannot be stored. The stream is unchanged then.
+        Whole chunks are stored; the engine computes what follows the last one. Raises LMCacheRequestStreamError if kv
+        and tokens do not fit or cannot be stored. The stream is unchanged then.
         """
         self._replace(kind, kv, tokens, self._version, cached=len(self.tokens))
 
@@ -251,7 +264,7 @@ class LMCacheRequestStream:
         edit = self.begin_edit(timeout, poll_interval)
         try:
             kv, tokens = fn(edit.tensors, edit.tokens)
-        except Exception as error:
+        except Exception as error:  # whatever the caller's function raises
             raise LMCacheRequestStreamError(
                 f"the edit function failed: {type(error).__name__}: {error}", self.request_stream_id
             ) from error
@@ -263,35 +276,40 @@ class LMCacheRequestStream:
         self._version += 1
 
     def _replace(
-        self, kind: LMCacheSDKCacheKind, kv: torch.Tensor, tokens: Sequence[int], version: int, cached: int
+        self, kind: LMCacheSDKCacheKind, kv: torch.Tensor, tokens: TokenIds, version: int, cached: int
     ) -> None:
         """Store an edit of the first `cached` tokens as they were at `version`, then make it the stream's own."""
         with self._alone("an edit"):
             if version != self._version:
                 raise StaleEdit("it changed after the edit's source was retrieved", self.request_stream_id)
-            context, new_tokens = self._context(kind), [int(token) for token in tokens]
+            context, new_tokens = self._context(kind), _ids(tokens, "tokens", self.request_stream_id)
             salt = self._next_salt(kind)
             try:
                 stored = context.store(kv, new_tokens, salt)
             except LMCacheSDKError as error:
                 raise LMCacheRequestStreamError(f"the edit was not stored: {error}", self.request_stream_id) from error
-            if not stored and len(new_tokens) >= context.chunk_size:
-                logger.warning(
-                    "request stream %s: its tokens were cached already and stay as they are", self.request_stream_id
-                )
-            if kind is LMCacheSDKCacheKind.KV:
-                self._edits += 1
-                self.cache_salt = salt
+            if self._aborted:
+                raise StreamAborted("it was aborted while an edit was stored", self.request_stream_id)
+            if not stored:
+                self._warn_of_nothing_stored(len(new_tokens), context.chunk_size)
+            self.cache_salt = salt
             self._suffix_tokens = [*self.tokens[cached:], *self._suffix_tokens]
             self.tokens = new_tokens
             self._prompt_length = len(new_tokens)
             self.done = False
             self._version += 1
 
+    def _warn_of_nothing_stored(self, tokens: int, chunk_size: int) -> None:
+        why = "were cached already and stay as they are" if tokens >= chunk_size else "are less than a chunk"
+        logger.warning("request stream %s: nothing was stored, its %d tokens %s", self.request_stream_id, tokens, why)
+
     def _next_salt(self, kind: LMCacheSDKCacheKind) -> str:
-        """A salt that nobody else knows, another one for every edit: an edit is never "cached already"."""
+        """A salt that nobody else knows, another one for every attempt: what an edit or a failed one left is never
+        "cached already".
+        """
         if not self._isolate_edits or kind is not LMCacheSDKCacheKind.KV:
             return self.cache_salt
+        self._edits += 1
         return edit_salt(self._tenant_salt, f"{self.request_stream_id}/{self._edits}")
 
     def _context(self, kind: LMCacheSDKCacheKind) -> LMCacheSDKContext:
@@ -328,7 +346,7 @@ class _Alone:
 def create_request(
     contexts: Iterable[LMCacheSDKContext],
     post_completion: PostCompletion,
-    prompt_token_ids: Sequence[int],
+    prompt_token_ids: TokenIds,
     cache_salt: str = "",
     *,
     isolate_edits: bool = True,
@@ -346,6 +364,16 @@ def _by_kind(contexts: Iterable[LMCacheSDKContext], stream_id: str) -> dict[LMCa
     if not by_kind:
         raise LMCacheRequestStreamError("contexts: expected at least one", stream_id)
     return by_kind
+
+
+def _ids(tokens: TokenIds, name: str, stream_id: str) -> list[int]:
+    """`tokens` as a new list; LMCacheRequestStreamError for anything that is not a sequence of token ids."""
+    try:
+        ids: list[int] = np.frombuffer(token_bytes(tokens), dtype="<u4").tolist()
+    except LMCacheSDKError as error:
+        where = str(error).removeprefix("tokens")
+        raise LMCacheRequestStreamError(f"{name}{where}", stream_id) from error
+    return ids
 
 
 def _length(tensors: Mapping[LMCacheSDKCacheKind, torch.Tensor]) -> int:
