@@ -15,7 +15,7 @@ from lmcache_server.core.instances import Instance, InstanceTable
 from lmcache_server.core.l1_cache import L1Cache
 from lmcache_server.core.sessions import SessionTable
 from lmcache_server.protocol import codec
-from lmcache_server.protocol.layout import ITEM_BYTES, KernelGroup, Kind
+from lmcache_server.protocol.layout import ITEM_BYTES, KernelGroup, Kind, slot_bytes
 from lmcache_server.protocol.messages import HelloReply
 
 __all__ = ["Status"]
@@ -158,8 +158,7 @@ class Status:
             "kv_cache_layout": {
                 "num_layers": sum(len(group.layers) for group in register.layout.groups),
                 "num_blocks": 1,
-                "cache_size_per_token": sum(instance.view.part_bytes[p] for p in instance.view.own)
-                // self.hello.chunk_size,
+                "cache_size_per_token": sum(slot_bytes(group, 1) for group in register.layout.groups),
                 "kernel_groups": [
                     self._group(i, group, register.kind, register.block_size)
                     for i, group in enumerate(register.layout.groups)

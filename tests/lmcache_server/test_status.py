@@ -95,6 +95,13 @@ def test_every_registered_worker_is_described_with_its_layout(status: Status) ->
     assert (first["dtype"], first["item_bytes"], first["layer_indices"]) == ("torch.bfloat16", 2, [0, 1])
 
 
+def test_the_bytes_per_token_are_those_of_one_shard_even_for_who_sees_all(status: Status) -> None:
+    one, every = register(status), register(status, worker_id=None)
+    meta = status.status()["cache_context_meta"]
+    sizes = [meta[str(instance)]["kv_cache_layout"]["cache_size_per_token"] for instance in (one, every)]
+    assert sizes[0] == sizes[1]
+
+
 def test_a_query_cache_is_no_latent_one(status: Status) -> None:
     layout = CacheLayout((KernelGroup((0,), 1, 4, 16, "float32"),))
     worker = register(status, kind=Kind.QUERY, layout=layout)
