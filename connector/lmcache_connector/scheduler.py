@@ -135,6 +135,8 @@ class SchedulerHalf:
         if state is None or state.lookup is None:
             return
         lookup, state.lookup = state.lookup, None
+        if lookup.answer is not None:
+            state.store.found(lookup.answer.chunks)
         if external == 0 or lookup.answer is None:
             self._give_back(lookup)
             return
@@ -270,8 +272,9 @@ class SchedulerHalf:
         self._release(loading.attachment, loading.lease)
         self._end(loading.attachment, loading.sessions)
         state = self._requests.get(request_id)
-        if state is not None:
-            state.failed = state.failed or bool(loading.blocks & invalid_blocks)
+        if state is not None and loading.blocks & invalid_blocks:
+            state.failed = True
+            state.store.forget()
 
     def _release(self, attachment: Attachment, lease: int) -> None:
         if lease:

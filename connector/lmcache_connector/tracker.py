@@ -58,6 +58,10 @@ class StoreTracker:
         self._under_way += 1
         return True
 
+    def found(self, chunks: int) -> None:
+        """A lookup has found the first `chunks` chunks in the cache, so they need not be asked for."""
+        self.stored = max(self.stored, chunks)
+
     def report(self, stored: int) -> None:
         """One answer: the first `stored` chunks are in the cache."""
         self._under_way = max(0, self._under_way - 1)
@@ -88,4 +92,4 @@ class PackedTokens:
         known = len(self._packed) // 4
         if count > known:
             self._packed += np.array(tokens[known:count], dtype=np.int64).astype("<u4").tobytes()
-        return bytes(self._packed[: 4 * count])
+        return bytes(memoryview(self._packed)[: 4 * count])

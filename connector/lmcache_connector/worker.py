@@ -155,13 +155,10 @@ class WorkerHalf:
         stored = dict.fromkeys((job.session.request_id for job in plan.stores), 0)
         if attachment is not None:
             try:
-                try:
-                    stored |= self._store(attachment, plan.stores)
-                finally:
-                    # An idle engine takes no further step, so what is over is ended in this one.
-                    self._end(attachment, plan.stores)
+                stored |= self._store(attachment, plan.stores)
             except LMCacheSDKError as error:
                 self.link.lost(attachment, error)
+            self._end(attachment, plan.stores)
         self._outcome = StoreOutcome(stored)
 
     def take_outcome(self) -> StoreOutcome | None:
@@ -202,8 +199,14 @@ class WorkerHalf:
         attachment.transfer.flush(reserved, slots)
 
     def _end(self, attachment: Attachment, jobs: Sequence[StoreJob]) -> None:
-        """The attempts are over; whatever they still reserve (nothing, unless a copy failed) is aborted with them."""
-        attachment.connection.submit(End(attachment.instance, tuple(job.session for job in jobs)))
+        """These attempts are over, now: an idle engine takes no further step.
+
+        Whatever they still reserve (nothing, unless a copy failed) is aborted with them.
+        """
+        try:
+            attachment.connection.submit(End(attachment.instance, tuple(job.session for job in jobs)))
+        except LMCacheSDKError as error:
+            self.link.lost(attachment, error)
 
 
 def _prefix(resident: int, sealed: set[int]) -> int:

@@ -79,6 +79,13 @@ def test_progress_ends_the_pauses() -> None:
     assert tracker.ask(4)
 
 
+def test_what_a_lookup_found_is_not_asked_for() -> None:
+    tracker = StoreTracker()
+    tracker.found(3)
+    assert not tracker.ask(3)
+    assert tracker.ask(4)
+
+
 def test_a_lost_cache_is_filled_from_the_first_chunk_again() -> None:
     tracker = StoreTracker()
     tracker.ask(5)
