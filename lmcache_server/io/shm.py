@@ -100,11 +100,12 @@ def create_shared_pool(
         raise PoolError(f"shared memory {SHM_ROOT / name} cannot be created: {error}") from error
     try:
         fcntl.flock(segment.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Marked first: whoever is killed while it takes its pages must leave something that is known as a pool.
+        os.pwrite(segment.fd, _MARK, size - len(_MARK))
         os.fchmod(segment.fd, mode)
         if progress is not None:
             _take_pages(segment.fd, size, progress)
         mapping = mmap.mmap(segment.fd, size)
-        mapping[-len(_MARK) :] = _MARK
     except OSError as error:
         posix_ipc.unlink_shared_memory("/" + name)
         os.close(segment.fd)

@@ -146,6 +146,15 @@ def test_an_eager_pool_has_all_its_pages_and_reports_its_progress(name: str, mon
     pool.close()
 
 
+def test_a_pool_is_known_as_one_while_its_pages_are_still_being_taken(name: str) -> None:
+    marks: list[bytes] = []
+    pool = create_shared_pool(
+        name, POOL, PAGE, 0o600, lambda _: marks.append((Path("/dev/shm") / name).read_bytes()[-16:])
+    )
+    pool.close()
+    assert marks == [MARK]
+
+
 def test_a_lazy_pool_takes_no_memory_before_it_is_used(name: str) -> None:
     pool = create_shared_pool(name, 2**30, PAGE, 0o600, None)
     assert (Path("/dev/shm") / name).stat().st_blocks * 512 < 2**20
