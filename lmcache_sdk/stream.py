@@ -45,6 +45,16 @@ class LMCacheStream:
         """The unique id, under the name that batches look for."""
         return self.request.request_stream_id
 
+    @property
+    def tokens(self) -> list[int]:
+        """The sequence behind the cached KV; the next prompt."""
+        return self.request.tokens
+
+    @property
+    def done(self) -> bool:
+        """Whether the last pass ended before its `max_tokens`."""
+        return self.request.done
+
     def stream_id(self) -> str:
         """The unique id."""
         return self.request.request_stream_id
