@@ -110,7 +110,7 @@ def _hello(connection: ServerConnection, timeout: float) -> HelloReply:
             f"{connection.url} (version {hello.version}) speaks protocol {hello.protocol}, "
             f"this client {PROTOCOL_VERSION}: install the same version on both sides"
         )
-    if hello.chunk_size < 1 or hello.frame_bytes < 1 or not hello.reap_seconds > 0:
+    if hello.chunk_size < 1 or hello.frame_bytes < 1 or not (hello.reap_seconds > 0 and hello.read_ttl_seconds > 0):
         raise LMCacheSDKError(f"{connection.url} told impossible facts about itself: {dataclasses.asdict(hello)}")
     return hello
 

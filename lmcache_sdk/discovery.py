@@ -40,11 +40,10 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """The server that answers at an HTTP address, and the engine whose cache is meant. Times in seconds."""
+    """The server that answers at an HTTP address, and the engine whose cache is meant."""
 
     server_id: str
     chunk_size: int
-    read_ttl: float
     engine: Engine
 
 
@@ -58,22 +57,19 @@ def discover(http_url: str, model_name: str, kind: LMCacheSDKCacheKind, timeout:
     config = fetch_json(http_url, "/config", timeout)
     status = fetch_json(http_url, "/status", max(0.001, deadline - time.monotonic()))
     chunk_size = _field(config, "mp.chunk_size", int, f"{http_url}/config")
-    read_ttl = _field(config, "storage_manager.l1_manager_config.read_ttl_seconds", float, f"{http_url}/config")
-    if chunk_size < 1 or not read_ttl > 0:
-        raise LMCacheSDKError(f"{http_url}/config: impossible chunk_size {chunk_size} or read_ttl_seconds {read_ttl}")
+    if chunk_size < 1:
+        raise LMCacheSDKError(f"{http_url}/config: impossible chunk_size {chunk_size}")
     source = f"{http_url}/status"
     server_id = _field(status, "server_id", str, source)
     engines = _field(status, "cache_context_meta", dict, source)
-    return Discovery(server_id, chunk_size, read_ttl, _engine(engines, model_name, kind, source))
+    return Discovery(server_id, chunk_size, _engine(engines, model_name, kind, source))
 
 
 def _field(document: dict[str, Any], path: str, kind: type[T], source: str) -> T:
-    """The value at a dotted path, which must be a `kind` (an int will do for a float)."""
+    """The value at a dotted path, which must be a `kind`."""
     value: Any = document
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    if kind is float and type(value) is int:
-        value = float(value)
     if type(value) is not kind:
         found = "nothing" if value is None else type(value).__name__
         raise LMCacheSDKError(f"{source}: {path}: expected {kind.__name__}, got {found}; is this a cache server?")

@@ -73,7 +73,7 @@ class Registrar:
         attachment = self._attach(found.engine, max(0.001, deadline - time.monotonic()))
         self._check_one_server(found, attachment)
         previous = self._registration
-        heartbeat = previous.heartbeat if previous else self._start_beating(found, attachment)
+        heartbeat = previous.heartbeat if previous else self._start_beating(attachment)
         self._registration = Registration(found.engine, geometry, attachment, heartbeat)
         if previous:
             previous.attachment.detach()
@@ -160,9 +160,10 @@ class Registrar:
         finally:
             self._renewing.release()
 
-    def _start_beating(self, found: Discovery, attachment: Attachment) -> Heartbeat:
+    def _start_beating(self, attachment: Attachment) -> Heartbeat:
         """Often enough for the server to know that this client lives, and that its leases are in use."""
-        seconds = min(attachment.hello.reap_seconds / 4, found.read_ttl / 3, SLOWEST_BEAT)
+        hello = attachment.hello
+        seconds = min(hello.reap_seconds / 4, hello.read_ttl_seconds / 3, SLOWEST_BEAT)
         return Heartbeat("lmcache-sdk-heartbeat", self._beat, max(seconds, QUICKEST_BEAT))
 
     def _beat(self, held: tuple[int, ...]) -> None:

@@ -45,7 +45,7 @@ class Transfer(Protocol):
         """After the copy: whether each (chunk, part) was still there, so that what was copied is its bytes."""
 
     def writable(self, reserved: Reserved) -> list[torch.Tensor]:
-        """Where the bytes of each reserved (chunk, part) belong."""
+        """Where the bytes of each reserved (chunk, part) belong; of length 0 for a part that needs no filling."""
 
     def flush(self, reserved: Reserved, filled: list[torch.Tensor]) -> None:
         """Bring what was filled to the server; to be called before the commit."""
@@ -82,8 +82,9 @@ class SharedMemoryTransfer:
     def writable(self, reserved: Reserved) -> list[torch.Tensor]:
         """Views of the reserved slots. Raises LMCacheSDKError if the mapped pool is not the one they are in."""
         offsets, generations = _slots(reserved.slots)
-        views = self._views(offsets, len(reserved.chunks))
-        if not bool((self._open().generations(offsets) == generations).all()):
+        to_fill = generations != 0
+        views = self._views(offsets, len(reserved.chunks), to_fill)
+        if not bool((self._open().generations(offsets) == generations)[to_fill].all()):
             raise LMCacheSDKError(
                 f"the shared memory {self._open().name} is not the pool that the server reserves from: nothing was "
                 "written (is the server on another host, with a server of the same segment name here?)"
@@ -97,13 +98,18 @@ class SharedMemoryTransfer:
         """Give the mapping up; it goes with the last tensor over it."""
         self._pool = None
 
-    def _views(self, offsets: torch.Tensor, chunks: int | None = None) -> list[torch.Tensor]:
+    def _views(
+        self, offsets: torch.Tensor, chunks: int | None = None, wanted: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
         pool = self._open()
         lengths = self._part_bytes.repeat(_chunks(len(offsets), len(self._part_bytes), chunks))
+        if wanted is not None:
+            lengths = lengths * wanted
         ends = offsets + lengths
         if len(offsets) and (int(offsets.min()) < 0 or int(ends.max()) > len(pool.tensor)):
             raise LMCacheSDKError(f"slots: the server sent offsets outside of its pool of {len(pool.tensor)} bytes")
-        pool.touch(offsets, lengths)
+        used = lengths > 0
+        pool.touch(offsets[used], lengths[used])
         whole = pool.tensor
         return [whole[start:end] for start, end in zip(offsets.tolist(), ends.tolist(), strict=True)]
 
@@ -136,10 +142,10 @@ class FrameTransfer:
         """Fetch the leased objects into private buffers; raises as `ServerConnection.request` does."""
         count = len(acquired.slots) // SLOT_BYTES
         chunks = range(_chunks(count, len(self._part_bytes), None))
-        buffers = self._buffers(len(chunks))
+        buffers = self._buffers([True] * count)
         targets = [buffer.numpy().data for buffer in buffers]
         under_way: deque[tuple[PendingReply, tuple[Piece, ...]]] = deque()
-        for pieces in self._messages(chunks):
+        for pieces in self._messages(chunks, buffers):
             message = Read(self._instance if holder is None else holder, acquired.lease, pieces)
             under_way.append((self._connection.submit(message), pieces))
             if len(under_way) == IN_FLIGHT:
@@ -154,15 +160,16 @@ class FrameTransfer:
 
     def writable(self, reserved: Reserved) -> list[torch.Tensor]:
         """Private buffers, one per reserved object."""
-        _chunks(len(reserved.slots) // SLOT_BYTES, len(self._part_bytes), len(reserved.chunks))
-        return self._buffers(len(reserved.chunks))
+        _, generations = _slots(reserved.slots)
+        _chunks(len(generations), len(self._part_bytes), len(reserved.chunks))
+        return self._buffers((generations != 0).tolist())
 
     def flush(self, reserved: Reserved, filled: list[torch.Tensor]) -> None:
         """Send the buffers to the server; raises as `ServerConnection.request` does."""
         sources = [buffer.numpy().data for buffer in filled]
         place = {chunk: i for i, chunk in enumerate(reserved.chunks)}
         under_way: deque[PendingReply] = deque()
-        for pieces in self._messages(reserved.chunks):
+        for pieces in self._messages(reserved.chunks, filled):
             frames = [
                 sources[place[p.chunk] * len(self._part_bytes) + p.part][p.offset : p.offset + p.length] for p in pieces
             ]
@@ -176,24 +183,27 @@ class FrameTransfer:
     def close(self) -> None:
         """Nothing is held between calls."""
 
-    def _buffers(self, chunks: int) -> list[torch.Tensor]:
-        return [torch.empty(length, dtype=torch.uint8) for _ in range(chunks) for length in self._part_bytes]
+    def _buffers(self, wanted: Sequence[bool]) -> list[torch.Tensor]:
+        """A buffer for each (chunk, part), empty for one that is not wanted."""
+        lengths = self._part_bytes * (len(wanted) // len(self._part_bytes))
+        sizes = [length if want else 0 for length, want in zip(lengths, wanted, strict=True)]
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
-    def _messages(self, chunks: Sequence[int]) -> Iterator[tuple[Piece, ...]]:
-        """Every byte of every part of `chunks`, in order, as lists of pieces that fit into one message each."""
+    def _messages(self, chunks: Sequence[int], buffers: Sequence[torch.Tensor]) -> Iterator[tuple[Piece, ...]]:
+        """Every byte of every buffer of `chunks`, in order, as lists of pieces that fit into one message each."""
         pieces: list[Piece] = []
         room = self._frame_bytes
-        for chunk in chunks:
-            for part, length in enumerate(self._part_bytes):
-                offset = 0
-                while offset < length:
-                    taken = min(room, length - offset)
-                    pieces.append(Piece(chunk, part, offset, taken))
-                    offset += taken
-                    room -= taken
-                    if not room:
-                        yield tuple(pieces)
-                        pieces, room = [], self._frame_bytes
+        for i, buffer in enumerate(buffers):
+            chunk, part = divmod(i, len(self._part_bytes))
+            offset = 0
+            while offset < len(buffer):
+                taken = min(room, len(buffer) - offset)
+                pieces.append(Piece(chunks[chunk], part, offset, taken))
+                offset += taken
+                room -= taken
+                if not room:
+                    yield tuple(pieces)
+                    pieces, room = [], self._frame_bytes
         if pieces:
             yield tuple(pieces)
 

@@ -86,9 +86,12 @@ class ChunkGeometry:
             self.place(out, i // self.shards, i % self.shards).copy_(self.view(slot))
 
     def split(self, tensor: torch.Tensor, chunks: Sequence[int], slots: Sequence[torch.Tensor]) -> None:
-        """Copy the chunks with indices `chunks` of `tensor` into `slots` (chunk-major, then shard)."""
+        """Copy the chunks with indices `chunks` of `tensor` into those `slots` (chunk-major, then shard) that are not
+        empty.
+        """
         for i, slot in enumerate(slots):
-            self.view(slot).copy_(self.place(tensor, chunks[i // self.shards], i % self.shards))
+            if len(slot):
+                self.view(slot).copy_(self.place(tensor, chunks[i // self.shards], i % self.shards))
 
     def check(self, tensor: torch.Tensor, name: str) -> None:
         """Raise LMCacheSDKError unless `tensor` has this dtype and shape, whatever its number of tokens, on the CPU."""

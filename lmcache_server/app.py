@@ -86,9 +86,10 @@ def _build(settings: Settings, pool: Pool, ticker: Ticker, zmq_server: ZmqServer
         settings.l1_read_ttl_seconds,
         settings.l1_write_ttl_seconds,
     )
-    cache = L1Cache(hasher, limits, pool.generations, framed=not pool.name)
-    instances, sessions = InstanceTable(settings.chunk_size), SessionTable(settings.session_ttl_seconds)
     hello = _hello(settings, pool)
+    # Generations that no other server hands out: its slots never fit a pool of the same name.
+    cache = L1Cache(hasher, limits, pool.generations, framed=not pool.name, first_generation=hello.incarnation)
+    instances, sessions = InstanceTable(settings.chunk_size), SessionTable(settings.session_ttl_seconds)
     service = Service(
         hello, cache, instances, sessions, pool.data, lambda: json.dumps(status.status()).encode(), time.monotonic
     )
@@ -126,6 +127,7 @@ def _hello(settings: Settings, pool: Pool) -> HelloReply:
         align_bytes=ALIGN_BYTES,
         frame_bytes=FRAME_BYTES,
         reap_seconds=settings.worker_reap_timeout_seconds,
+        read_ttl_seconds=settings.l1_read_ttl_seconds,
     )
 
 

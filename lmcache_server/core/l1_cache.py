@@ -33,9 +33,12 @@ class L1Cache:
     """
 
     def __init__(
-        self, hasher: ChunkHasher, limits: Limits, generations: GenerationTable, *, framed: bool = False
-    ) -> None:
-        """With `framed`, bytes come as frames only, so what did not arrive whole is never published."""
+        self, hasher: ChunkHasher, limits: Limits, generations: GenerationTable, *, framed: bool = False,
+        first_generation: int = 1,
+    ) -> None:  # fmt: skip
+        """With `framed`, bytes come as frames only, so what did not arrive whole is never published. Generations count
+        up from `first_generation`, which is at least 1.
+        """
         self._framed = framed
         self.hasher = hasher
         self.limits = limits
@@ -49,7 +52,7 @@ class L1Cache:
         self.quarantined_bytes = 0
         self.objects = 0
         self.generations = generations
-        self._generation = 0
+        self._generation = first_generation - 1
         self._evict_down_to: float = self.allocator.size
         self._lru: LeafLRU[ChunkNode] = LeafLRU(self.is_evictable)
 
@@ -137,8 +140,8 @@ class L1Cache:
             return Reserved(0, (), b"", resident, busy, full)
         reservation = Reservation(view, entries, self._framed)
         lease = self.writes.grant(view.owner, prompt.session, reservation, now + self.limits.write_ttl)
-        slots = [n for _, _, taken in entries for _, obj in taken for n in (obj.offset, obj.generation)]
-        return Reserved(lease.handle, tuple(i for i, _, _ in entries), pack_slots(slots), resident, busy, full)
+        slots = _slots_to_fill(view.own, entries)
+        return Reserved(lease.handle, tuple(i for i, _, _ in entries), slots, resident, busy, full)
 
     def commit(self, owner: int, handle: int, filled: tuple[int, ...] | None) -> Committed:
         """Publish the `filled` chunks of a reservation (None: all), free the others at once."""
@@ -423,3 +426,14 @@ class L1Cache:
             for _, obj in taken:
                 self._free(obj, Event.ANSWER)
         return tuple(i for i, _, _ in lease.subject.entries)
+
+
+def _slots_to_fill(own: range, entries: list[Entry]) -> bytes:
+    """A slot for every own part of each chunk; one that is not to be filled has offset and generation 0."""
+    numbers: list[int] = []
+    for _, _, taken in entries:
+        to_fill = dict(taken)
+        for part in own:
+            obj = to_fill.get(part)
+            numbers += (obj.offset, obj.generation) if obj is not None else (0, 0)
+    return pack_slots(numbers)

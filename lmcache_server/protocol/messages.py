@@ -163,8 +163,9 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """`chunks` are the indices that are this instance's to fill, ascending, with their slots.
+    """`chunks` are the indices that are this instance's to fill, ascending, with the slots of all its parts of each.
 
+    A part that is there already, or that somebody else is writing, is not to be filled: its slot is (0, 0).
     `resident` counts the leading chunks that are cached already. Fewer slots than missing chunks is not an error: the
     others are being written by somebody else (`busy`), or do not fit (`full`). `reservation` is 0 when there is
     nothing to fill.

@@ -37,7 +37,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class HelloReply:
-    """What a client must know before it registers. A new `incarnation` means that every earlier fact is void."""
+    """What a client must know before it registers. A new `incarnation` means that every earlier fact is void.
+
+    A client that is silent for `reap_seconds` is forgotten, a read lease that is not renewed for `read_ttl_seconds`
+    ends.
+    """
 
     protocol: int
     version: str
@@ -51,6 +55,7 @@ class HelloReply:
     align_bytes: int
     frame_bytes: int
     reap_seconds: float
+    read_ttl_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

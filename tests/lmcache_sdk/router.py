@@ -60,7 +60,8 @@ class Router:
 def hello_reply(message: bytes) -> HelloReply:
     """An answer to hello that carries the request's own number, so that a test can tell answers apart."""
     number = decode(Hello, message).protocol
-    return HelloReply(number, "double", "double", 1, 16, "xxh3_128", Transport.FRAMES, "", 4096, 4096, 1024, 60.0)
+    frames = Transport.FRAMES
+    return HelloReply(number, "double", "double", 1, 16, "xxh3_128", frames, "", 4096, 4096, 1024, 60.0, 300.0)
 
 
 def answer_hello(operation: str, message: bytes, _: list[bytes]) -> list[list[bytes]]:

@@ -30,7 +30,7 @@ from tests.lmcache_sdk.router import Router
 from tests.servers import CacheServer, running_server
 
 LAYOUT = CacheLayout((TINY,))
-HELLO = HelloReply(1, "double", "double", 1, 16, "xxh3_128", Transport.FRAMES, "", 4096, 4096, 1024, 60.0)
+HELLO = HelloReply(1, "double", "double", 1, 16, "xxh3_128", Transport.FRAMES, "", 4096, 4096, 1024, 60.0, 300.0)
 NOBODY = 65534
 
 
@@ -114,6 +114,8 @@ def test_a_server_that_keeps_restarting_is_an_error() -> None:
         ({"chunk_size": 0}, "impossible facts"),
         ({"frame_bytes": 0}, "impossible facts"),
         ({"reap_seconds": 0.0}, "impossible facts"),
+        ({"read_ttl_seconds": 0.0}, "impossible facts"),
+        ({"read_ttl_seconds": float("nan")}, "impossible facts"),
         ({"reap_seconds": float("nan")}, "impossible facts"),
         ({"transport": Transport.SHM, "shm_name": "not_there_0"}, "/dev/shm/not_there_0 cannot be opened"),
         ({"transport": Transport.SHM, "shm_name": "../etc/passwd"}, "shm_name: expected the name of a file"),

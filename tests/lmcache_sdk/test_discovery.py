@@ -23,7 +23,7 @@ ENGINE = {
     "fingerprint": "whatever",
     "kv_cache_layout": {"num_layers": 2},
 }
-CONFIG = {"mp": {"chunk_size": 16, "port": 1}, "storage_manager": {"l1_manager_config": {"read_ttl_seconds": 300}}}
+CONFIG = {"mp": {"chunk_size": 16, "port": 1}}
 STATUS = {"server_id": "s1", "incarnation": 5, "cache_context_meta": {"11": ENGINE}}
 
 
@@ -39,7 +39,7 @@ def found(config: Any = CONFIG, status: Any = STATUS, kind: CacheKind = CacheKin
 
 
 def test_the_engine_of_a_model_is_found() -> None:
-    assert found() == Discovery("s1", 16, 300.0, Engine("m", "r1", Kind.KV, 1, 16, LAYOUT))
+    assert found() == Discovery("s1", 16, Engine("m", "r1", Kind.KV, 1, 16, LAYOUT))
 
 
 def test_engines_of_other_models_and_kinds_are_left_alone() -> None:
@@ -104,8 +104,6 @@ def test_engines_that_differ_are_not_chosen_between(change: Callable[[dict[str, 
         (changed(CONFIG, lambda c: c["mp"].update(chunk_size="16")), "expected int, got str"),
         (changed(CONFIG, lambda c: c["mp"].update(chunk_size=True)), "expected int, got bool"),
         (changed(CONFIG, lambda c: c["mp"].update(chunk_size=0)), "impossible chunk_size 0"),
-        (CONFIG | {"storage_manager": {}}, r"read_ttl_seconds: expected float, got nothing"),
-        (CONFIG | {"storage_manager": {"l1_manager_config": {"read_ttl_seconds": -1}}}, "impossible .* -1"),
         ([], "expected a JSON object, got list"),
     ],
 )

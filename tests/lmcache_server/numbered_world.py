@@ -55,7 +55,7 @@ class World:
         hello = HelloReply(
             protocol=PROTOCOL_VERSION, version="0", server_id="s", incarnation=1, chunk_size=CHUNK,
             hash_algorithm="xxh3_128", transport=Transport.SHM if shm else Transport.FRAMES, shm_name=shm,
-            pool_bytes=pool, align_bytes=4096, frame_bytes=1 << 20, reap_seconds=REAP,
+            pool_bytes=pool, align_bytes=4096, frame_bytes=1 << 20, reap_seconds=REAP, read_ttl_seconds=READ_TTL,
         )  # fmt: skip
         limits = Limits(pool, 4096, 1.0, 0.2, READ_TTL, WRITE_TTL)
         self.cache = L1Cache(ChunkHasher(CHUNK), limits, array("Q", bytes(8 * (pool // 4096))), framed=not shm)

@@ -36,7 +36,7 @@ class Bench:
         self.memory = bytearray(b"\xa5" * pool)
         self.hello = m.HelloReply(
             1, "0", "server", 7, CHUNK, "xxh3_128", m.Transport.FRAMES if frames else m.Transport.SHM, "", pool, PART,
-            4 * PART, REAP,
+            4 * PART, REAP, READ_TTL,
         )  # fmt: skip
         limits = Limits(pool, PART, 1.0, 0.5, READ_TTL, WRITE_TTL)
         self.cache = L1Cache(ChunkHasher(CHUNK), limits, array("Q", bytes(8 * (pool // PART))), framed=frames)

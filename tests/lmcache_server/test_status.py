@@ -28,8 +28,9 @@ TRAFFIC = {
 @pytest.fixture
 def status() -> Status:
     hello = HelloReply(
-        1, "0.1", "id", 7, 64, "xxh3_128", Transport.SHM, SETTINGS.segment_name, SETTINGS.pool_bytes, 4096, 1, 120.0
-    )
+        1, "0.1", "id", 7, 64, "xxh3_128", Transport.SHM, SETTINGS.segment_name, SETTINGS.pool_bytes, 4096, 1, 120.0,
+        300.0,
+    )  # fmt: skip
     pages = SETTINGS.pool_bytes // 4096
     limits = Limits(pages * 4096, 4096, 0.8, 0.2, 300, 600)
     return Status(

@@ -269,15 +269,12 @@ class CacheModel:
     def _by_part(self, reserved: Reserved, owner: int, chunks: dict[int, Chunk]) -> dict[tuple[int, int], SlotRef]:
         """The slots by chunk and rank: the own ranks that nobody has published and nobody is writing."""
         busy = self._being_written()
-        refs = iter(slots(reserved))
-        given = {
-            (i, rank): next(refs)
-            for i, chunk in chunks.items()
-            for rank in self.cache.view(owner).own
-            if rank not in self.visible.get(chunk, set()) and (chunk, rank) not in busy
-        }
-        assert next(refs, None) is None, "a slot too many"
-        return given
+        places = [(i, rank) for i in chunks for rank in self.cache.view(owner).own]
+        given = dict(zip(places, slots(reserved), strict=True))
+        for (i, rank), slot in given.items():
+            wanted = rank not in self.visible.get(chunks[i], set()) and (chunks[i], rank) not in busy
+            assert wanted == (slot != SlotRef(0, 0)), f"{slot} for chunk {i}, rank {rank}"
+        return {place: slot for place, slot in given.items() if slot != SlotRef(0, 0)}
 
     def _being_written(self) -> set[tuple[Chunk, int]]:
         """Chunk and rank of every reserved object that may still be published."""

@@ -48,13 +48,14 @@ def offsets(message: Acquired | Reserved) -> list[int]:
 class SmallCache:
     def __init__(
         self, pool: int = 8, *, ranks: int = 1, part: int = 1, watermark: float = 1.0, ratio: float = 0.5,
-        framed: bool = False, algorithm: str = "xxh3_128",
+        framed: bool = False, algorithm: str = "xxh3_128", first_generation: int = 1,
     ) -> None:  # fmt: skip
         self.ranks, self.part, self.now = ranks, part, 0.0
         self.namespace = Namespace("m", "", Kind.KV, "layout", ranks)
         limits = Limits(pool, 1, watermark, ratio, READ_TTL, WRITE_TTL)
         self.generations = array("Q", bytes(8 * pool))
-        self.l1 = L1Cache(ChunkHasher(1, algorithm), limits, self.generations, framed=framed)
+        hasher = ChunkHasher(1, algorithm)
+        self.l1 = L1Cache(hasher, limits, self.generations, framed=framed, first_generation=first_generation)
 
     @property
     def used(self) -> int:

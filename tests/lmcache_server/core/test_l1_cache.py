@@ -6,7 +6,7 @@ import pytest
 
 from lmcache_server.core.records import Counters
 from lmcache_server.protocol.keys import HASH_ALGORITHMS
-from lmcache_server.protocol.messages import CommitState
+from lmcache_server.protocol.messages import CommitState, SlotRef
 from tests.lmcache_server.core.small_cache import READ_TTL, WRITE_TTL, SmallCache, offsets, slots
 
 # Publishing.
@@ -118,6 +118,31 @@ def test_a_store_answers_what_is_there_already_what_is_busy_and_what_does_not_fi
     assert held.lease
     nothing = cache.reserve(3, "ab")
     assert (nothing.reservation, nothing.chunks, nothing.resident) == (0, (), 2)
+
+
+def test_each_own_part_of_a_reserved_chunk_has_a_slot_and_what_is_there_already_an_empty_one() -> None:
+    cache = SmallCache(pool=16, ranks=2)
+    cache.store(1, "ab")  # shard 0 of two chunks
+    busy = cache.reserve(2, "a")  # shard 1 of the first is being written
+    both = cache.reserve(0, "abc")
+    assert (both.chunks, both.busy) == ((1, 2), 1)
+    given = slots(both)
+    assert len(given) == 4
+    assert given[0] == SlotRef(0, 0)
+    assert all(slot.generation for slot in given[1:])
+    cache.commit(0, both.reservation)
+    assert cache.hit("abc") == 0
+    cache.commit(2, busy.reservation)
+    assert cache.hit("abc") == 3
+    cache.assert_quiet()
+
+
+def test_slots_of_one_server_do_not_verify_in_the_pool_of_another() -> None:
+    caches = [SmallCache(first_generation=first) for first in (7 << 40, 9 << 50)]
+    given = [slots(cache.reserve(1, "abcd")) for cache in caches]
+    for ours, theirs in (caches, given[::-1]), (caches[::-1], given):
+        assert all(ours[0].generations[slot.offset] != slot.generation for slot in theirs[0])
+    assert [slot.generation for slot in given[0]] == [(7 << 40) + i for i in range(4)]
 
 
 # Reading.
