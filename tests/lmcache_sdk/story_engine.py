@@ -47,7 +47,7 @@ class Call:
 
 @dataclass
 class StoryEngine:
-    """A PostCompletion over the worker `attachment`, of shard `worker_id` if there are several."""
+    """A PostCompletion over the worker `attachment`."""
 
     attachment: Attachment
     stop_after: int | None = None
@@ -92,8 +92,12 @@ class StoryEngine:
                 time.sleep(self.store_after)
             if chunk_end:
                 part = Prompt(prompt.session, prompt.tokens[: chunk_end * 4], salt)
-                kv = kv_of(tokens[:chunk_end], self.geometry)
+                kv = self.computed(tokens[:chunk_end])
                 writing.store(self.attachment, self.geometry, kv, part, 10.0)
+
+    def computed(self, tokens: Sequence[int]) -> torch.Tensor:
+        """What this worker computes for `tokens`."""
+        return kv_of(tokens, self.geometry)
 
     def prompt(self, tokens: Sequence[int], salt: str) -> Prompt:
         """The whole chunks of `tokens`."""
