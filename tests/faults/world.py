@@ -81,6 +81,10 @@ class Child:
                 f"the client said nothing for {timeout} s (it ended with {self.process.poll()})"
             ) from None
 
+    def rest(self) -> list[str]:
+        """What it has said and nobody has read, once it has ended."""
+        return [self._lines.get() for _ in range(self._lines.qsize())]
+
     def tell(self, words: str = "") -> None:
         """Let it hear a line."""
         assert self.process.stdin is not None
