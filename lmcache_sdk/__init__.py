@@ -11,11 +11,13 @@ from lmcache_sdk import kvcache, qcache
 from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
 from lmcache_sdk.context import LMCacheSDKContext, ModifyFnType
 from lmcache_sdk.errors import ConnectionLost, LMCacheSDKError, ServerRefused, ServerUnavailable
+from lmcache_sdk.explanation import Explanation
 from lmcache_sdk.reading import CacheView
 
 __all__ = [
     "CacheView",
     "ConnectionLost",
+    "Explanation",
     "LMCacheSDKCacheKind",
     "LMCacheSDKContext",
     "LMCacheSDKError",

@@ -48,6 +48,7 @@ class Attachment:
     incarnation: int
     fingerprint: str
     model_name: str
+    revision: str
     layout: CacheLayout
     kind: Kind
     worker_id: int | None
@@ -145,6 +146,7 @@ def _attached(
         incarnation=reply.incarnation,
         fingerprint=reply.fingerprint,
         model_name=register.model_name,
+        revision=register.revision,
         layout=register.layout,
         kind=register.kind,
         worker_id=register.worker_id,

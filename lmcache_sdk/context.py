@@ -16,6 +16,7 @@ import torch
 from lmcache_sdk import reading, writing
 from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
 from lmcache_sdk.errors import LMCacheSDKError
+from lmcache_sdk.explanation import Explanation, explained
 from lmcache_sdk.reading import CacheView
 from lmcache_sdk.registration import Registrar, Registration
 from lmcache_sdk.tokens import TokenIds, token_bytes
@@ -96,6 +97,13 @@ class LMCacheSDKContext:
             return 0
         chunks = self._registrar.attempt(lambda r: reading.cached_chunks(r.attachment, prompt, self._timeout))
         return chunks * self.chunk_size
+
+    def explain(self, tokens: TokenIds, cache_salt: str = "") -> Explanation:
+        """Why `retrieve` finds what it finds now, and no more; print it. Nothing is held or counted."""
+        data = token_bytes(tokens)
+        prompt = self._prompt("explain", data, cache_salt)
+        total = len(data) // TOKEN_BYTES
+        return self._registrar.attempt(lambda r: explained(r.attachment, r.geometry, prompt, total, self._timeout))
 
     def retrieve(
         self,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lmcache_server.core.explain import explain
 from lmcache_server.core.instances import Instance, InstanceTable
 from lmcache_server.core.l1_cache import L1Cache
 from lmcache_server.core.sessions import SessionTable
@@ -76,6 +77,7 @@ class Service:
             "v1/commit": self._plain(self.commit),
             "v1/abort": self._plain(self.abort),
             "v1/end": self._plain(self.end),
+            "v1/explain": self._plain(self.explain),
             "v1/clear": self._plain(self.clear),
             "v1/status": self._plain(self.status),
             "v1/write": self.write,
@@ -212,6 +214,12 @@ class Service:
             self._cache.end(owner, session)
             ended += self._sessions.end(owner, session)
         return m.EndReply(ended)
+
+    def explain(self, request: m.Explain) -> m.ExplainReply:
+        """Why a prompt is cached as far as it is."""
+        instance, _ = self._instance(request.instance)
+        self._check_prompts((request.prompt,))
+        return explain(self._cache, instance.view, request.prompt)
 
     # The bytes, where there is no shared memory.
 

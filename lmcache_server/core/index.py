@@ -9,7 +9,7 @@ unbroken run of complete nodes from the root is a hit.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lmcache_server.protocol.keys import ChunkHasher
 
@@ -88,6 +88,14 @@ class PrefixIndex(Generic[T]):
         if root is None:
             root = self._roots[key] = Node(None, self._hasher.root, b"", b"", 0)
         return root
+
+    def find(self, key: Hashable) -> Node[T] | None:
+        """The root of `key`'s tree, if it has one."""
+        return self._roots.get(key)
+
+    def keys(self) -> Iterator[Any]:
+        """The root key of every tree."""
+        return iter(self._roots)
 
     def attached(self, node: Node[T]) -> bool:
         """Whether lookups can still reach `node`'s tree."""

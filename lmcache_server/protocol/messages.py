@@ -26,6 +26,7 @@ from typing import Any
 
 from lmcache_server.protocol.errors import ErrorCode, ProtocolError, invalid
 from lmcache_server.protocol.keys import TOKEN_BYTES
+from lmcache_server.protocol.layout import Kind
 from lmcache_server.protocol.registration import (
     PROTOCOL_VERSION,
     Hello,
@@ -42,11 +43,11 @@ from lmcache_server.protocol.registration import (
 
 __all__ = [
     "Abort", "AbortReply", "Acquire", "AcquireReply", "Acquired", "Clear", "ClearReply", "Commit", "CommitReply",
-    "CommitState", "Committed", "CommittedChunks", "End", "EndReply", "Hello", "HelloReply", "OPERATIONS", "Piece",
-    "Ping", "PingReply", "ProcessId", "PROTOCOL_VERSION", "Prompt", "Read", "ReadReply", "Refusal", "Register",
-    "RegisterReply", "Release", "ReleaseReply", "Reserve", "ReserveReply", "Reserved", "SessionId", "SlotRef", "Status",
-    "StatusReply", "Transport", "Unregister", "UnregisterReply", "Write", "WriteReply", "check_salt", "pack_slots",
-    "unpack_slots",
+    "CommitState", "Committed", "CommittedChunks", "Elsewhere", "End", "EndReply", "Explain", "ExplainReply",
+    "Hello", "HelloReply", "OPERATIONS", "Piece", "Ping", "PingReply", "ProcessId", "PROTOCOL_VERSION", "Prompt",
+    "Read", "ReadReply", "Refusal", "Register", "RegisterReply", "Release", "ReleaseReply", "Reserve",
+    "ReserveReply", "Reserved", "SessionId", "SlotRef", "Status", "StatusReply", "Stop", "Transport", "Unregister",
+    "UnregisterReply", "Write", "WriteReply", "check_salt", "pack_slots", "unpack_slots",
 ]  # fmt: skip
 
 MAX_SALT = 128
@@ -306,6 +307,56 @@ class ReadReply:
     length: int
 
 
+# Questions.
+
+
+@dataclass(frozen=True, slots=True)
+class Explain:
+    """Ask why `prompt` is cached as far as it is. Nothing is held, and it does not count as a lookup."""
+
+    instance: int
+    prompt: Prompt
+
+
+class Stop(StrEnum):
+    """What is where the first chunk that is not cached should be."""
+
+    NOTHING = "nothing"
+    """Every whole chunk of the prompt is cached."""
+    END = "end"
+    """Nothing was stored behind the chunk before it, or it is gone."""
+    OTHER_TOKENS = "other_tokens"
+    """Only other tokens (or other extras) follow the chunk before it."""
+    BEING_WRITTEN = "being_written"
+    """Somebody is writing it now."""
+    PART_MISSING = "part_missing"
+    """Some of its shards or kernel groups were not stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Another namespace that has `chunks` chunks of the prompt, under the same salt."""
+
+    chunks: int
+    model_name: str
+    revision: str
+    kind: Kind
+    layout: str
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainReply:
+    """`chunks` are cached; `absent` are the parts (of all shards) of the next one that nobody has or writes, if any
+    others are there. `elsewhere` has more of the prompt, most first.
+    """
+
+    chunks: int
+    stop: Stop
+    absent: tuple[int, ...]
+    elsewhere: tuple[Elsewhere, ...]
+
+
 # Administration.
 
 
@@ -360,6 +411,7 @@ OPERATIONS: dict[str, tuple[type[Any], type[Any]]] = {
     "v1/end": (End, EndReply),
     "v1/write": (Write, WriteReply),
     "v1/read": (Read, ReadReply),
+    "v1/explain": (Explain, ExplainReply),
     "v1/clear": (Clear, ClearReply),
     "v1/status": (Status, StatusReply),
 }

@@ -136,17 +136,21 @@ def test_several_kernel_groups_are_refused_in_words(server: CacheServer, model: 
 
 
 def test_slots_of_one_server_are_refused_and_not_verified_in_an_equally_named_pool_of_another() -> None:
-    with running_server() as one, running_server() as other:
-        with registered_engine(one, "m") as ours, registered_engine(other, "m") as theirs:
-            prompt = StoryEngine(ours).prompt(TOKENS, "")
-            (reserved,) = ours.connection.request(Reserve(ours.instance, (prompt,))).results
-            (elsewhere,) = theirs.connection.request(Reserve(theirs.instance, (prompt,))).results
-            assert isinstance(ours.transfer, SharedMemoryTransfer)
-            assert len(ours.transfer.writable(reserved)) == 3
-            with pytest.raises(LMCacheSDKError, match="is not the pool that the server reserves from"):
-                ours.transfer.writable(elsewhere)
-            for each in (ours, theirs):
-                each.connection.request(End(each.instance, (prompt.session,)))
+    with (
+        running_server() as one,
+        running_server() as other,
+        registered_engine(one, "m") as ours,
+        registered_engine(other, "m") as theirs,
+    ):
+        prompt = StoryEngine(ours).prompt(TOKENS, "")
+        (reserved,) = ours.connection.request(Reserve(ours.instance, (prompt,))).results
+        (elsewhere,) = theirs.connection.request(Reserve(theirs.instance, (prompt,))).results
+        assert isinstance(ours.transfer, SharedMemoryTransfer)
+        assert len(ours.transfer.writable(reserved)) == 3
+        with pytest.raises(LMCacheSDKError, match="is not the pool that the server reserves from"):
+            ours.transfer.writable(elsewhere)
+        for each in (ours, theirs):
+            each.connection.request(End(each.instance, (prompt.session,)))
 
 
 def test_a_context_beats_often_enough_for_the_leases_of_its_server() -> None:

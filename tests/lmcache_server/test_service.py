@@ -494,3 +494,18 @@ def test_room_is_made_ahead_of_demand(bench: Bench) -> None:
     bench.store(bench.register(), "abcdefgh")
     bench.tick()
     assert bench.cache.allocator.used == 4 * PART
+
+
+# Questions.
+
+
+def test_a_question_about_a_prompt_is_answered_by_length_and_reason() -> None:
+    bench = Bench()
+    instance = bench.register()
+    bench.store(instance, "ab")
+    assert bench.ask(m.Explain(instance, prompt("abc"))) == m.ExplainReply(2, m.Stop.END, (), ())
+    other = bench.register(revision="2")
+    assert [each.revision for each in bench.ask(m.Explain(other, prompt("abc"))).elsewhere] == [""]
+    with pytest.raises(ProtocolError) as caught:
+        bench.ask(m.Explain(5, prompt("a")))
+    assert caught.value.code is ErrorCode.UNKNOWN_INSTANCE
