@@ -1,22 +1,17 @@
-"""LMCache 0.5.6 as its users have it: its command line, its SDK in a process of its own, its half of a vLLM engine.
+"""LMCache 0.5.6 as its users have it: its command line and its SDK in a process, and what a vLLM with it needs.
 
 It is a black box here: installed by `make interop` into a venv of its own, run, and never looked into.
 
     with Peer(log) as peer:
-        peer.call(function, url="tcp://...")      the function runs over there; its imports are LMCache's
-
-A function that is sent must be complete in itself: imports inside, arguments and result JSON.
+        peer.call("connect", url="tcp://...")      a function of `over_there`
 """
 
-import inspect
 import json
 import os
 import select
 import subprocess
 import tempfile
-import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -58,7 +53,7 @@ class Peer:
         self.log = log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [PYTHON, Path(__file__).with_name("runner.py")],
+                [PYTHON, Path(__file__).with_name("over_there.py")],
                 cwd=tempfile.gettempdir(),
                 env={**os.environ, **ENVIRONMENT},
                 stdin=subprocess.PIPE,
@@ -82,19 +77,10 @@ class Peer:
             self._process.wait()
         self._process.stdout.close()
 
-    def define(self, *functions: Callable[..., Any]) -> None:
-        """Make functions known over there, for those that are called later."""
-        for function in functions:
-            self._ask({"source": _source(function)}, function.__name__, CALL_SECONDS)
-
-    def call(self, function: Callable[..., Any], *, seconds: float = CALL_SECONDS, **arguments: Any) -> Any:
-        """The function's result; raises PeerRaised if it raised, TimeoutError if it did not end."""
-        request = {"source": _source(function), "name": function.__name__, "arguments": arguments}
-        return self._ask(request, function.__name__, seconds)
-
-    def _ask(self, request: dict[str, Any], name: str, seconds: float) -> Any:
+    def call(self, name: str, *, seconds: float = CALL_SECONDS, **arguments: Any) -> Any:
+        """The result of a function of `over_there`; PeerRaised if it raised, TimeoutError if it did not end."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.write(json.dumps([name, arguments]) + "\n")
         self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], seconds)[0]:
             self._process.kill()
@@ -104,18 +90,14 @@ class Peer:
             raise PeerRaised(f"the process ended during {name}; see {self.log}")
         answer = json.loads(line)
         if "raised" in answer:
-            raise PeerRaised(f"{answer['raised']}: {answer['text']}")
+            raise PeerRaised(answer["raised"])
         return answer["result"]
 
-    def timed(self, function: Callable[..., Any], **arguments: Any) -> tuple[Any, float]:
+    def timed(self, name: str, **arguments: Any) -> tuple[Any, float]:
         """The result, or the PeerRaised itself, and the seconds that it took."""
         start = time.monotonic()
         try:
-            result = self.call(function, **arguments)
+            result = self.call(name, **arguments)
         except PeerRaised as error:
             result = error
         return result, time.monotonic() - start
-
-
-def _source(function: Callable[..., Any]) -> str:
-    return textwrap.dedent(inspect.getsource(function))

@@ -16,26 +16,9 @@ SPLIT, LATENT = "(2,64,16,2,16):float16:3", "(1,64,16,1,32):float16:3"
 """Their way to say: planes, blocks, block size, heads, head size, element type, layers."""
 
 
-def run(words: list[str]) -> list[Any]:
-    """In LMCache's process: its command line with these words; exit code and standard output."""
-    import contextlib
-    import io
-    import sys
-
-    from lmcache.cli.main import main
-
-    sys.argv, output, code = ["lmcache", *words], io.StringIO(), 0
-    with contextlib.redirect_stdout(output):
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code or 0
-    return [code, output.getvalue()]
-
-
 def report(peer: Peer, *words: str) -> dict[str, Any]:
     """The metrics that a command reports as JSON."""
-    code, output = peer.call(run, words=[*words, "--format", "json"])
+    code, output = peer.call("run", words=[*words, "--format", "json"])
     assert code == 0, output
     document: dict[str, Any] = json.loads(output[output.index("{\n") : output.rindex("}") + 1])
     metrics: dict[str, Any] = document["metrics"]
@@ -68,7 +51,7 @@ def test_describe_shows_the_server_and_its_engines(peer: Peer, server: CacheServ
 
 @pytest.mark.process
 def test_clear_clears(peer: Peer, server: CacheServer) -> None:
-    code, output = peer.call(run, words=["kvcache", "clear", "--url", server.http_url])
+    code, output = peer.call("run", words=["kvcache", "clear", "--url", server.http_url])
     assert (code, re.findall("Status: +(.*)", output)) == (0, ["OK"])
     assert "cleared" in server.log
 
@@ -97,7 +80,7 @@ def test_their_engine_driven_client_gets_back_what_it_stored(
 @pytest.mark.process
 def test_a_server_driven_engine_fails_at_once_with_the_remedy(peer: Peer, server: CacheServer) -> None:
     words = bench(server, "--transfer-mode", "lmcache_driven", "--kvcache-shape-spec", SPLIT)
-    (code, _), seconds = peer.timed(run, words=words)
+    (code, _), seconds = peer.timed("run", words=words)
     remedy = "set lmcache.mp.mp_transfer_mode to engine_driven"
     assert code != 0
     assert re.search(f"refused: .*{remedy}", peer.log.read_text())

@@ -17,48 +17,9 @@ QUICK = 3.0
 """Seconds; their time-outs are 10 here, and 60 by default."""
 
 
-# These run in LMCache's process.
-
-
-def tensor(shape: list[int], seed: int) -> Any:
+def tensor(shape: list[int], seed: int) -> torch.Tensor:
     """Values that say whose they are."""
-    import torch
-
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-
-
-def digest(values: Any) -> Any:
-    """Shape and bits."""
-    import hashlib
-
-    import torch
-
-    if values is None:
-        return None
-    return [list(values.shape), hashlib.sha256(values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()]
-
-
-def connect(kind: str, url: str, http_url: str, model: str) -> list[Any]:
-    import lmcache.sdk
-
-    connect = {"KV": lmcache.sdk.kvcache.connect, "QUERY": lmcache.sdk.qcache.connect}[kind]
-    kept["context"] = connect(url=url, http_url=http_url, model_name=model, timeout=10)  # noqa: F821
-    return [kept["context"].chunk_size, kept["context"].kind.name]  # noqa: F821
-
-
-def store(shape: list[int], seed: int, tokens: list[int], salt: str = "") -> bool:
-    return kept["context"].store(tensor(shape, seed), tokens, cache_salt=salt)  # noqa: F821
-
-
-def retrieve(tokens: list[int], salt: str = "") -> Any:
-    return digest(kept["context"].retrieve(tokens, cache_salt=salt))  # noqa: F821
-
-
-def close() -> None:
-    kept.pop("context").close()  # noqa: F821
-
-
-# The tests.
 
 
 def shape(model: str, tokens: int) -> list[int]:
@@ -77,65 +38,63 @@ def sha256(values: torch.Tensor) -> str:
 @pytest.fixture
 def context(peer: Peer, server: CacheServer, model: str) -> Iterator[Peer]:
     """Their process, connected to the cache of `model`."""
-    peer.define(tensor, digest)
-    assert peer.call(connect, kind="KV", url=server.url, http_url=server.http_url, model=model) == [CHUNK, "KV"]
+    assert peer.call("connect", url=server.url, http_url=server.http_url, model=model) == [CHUNK, "KV"]
     yield peer
-    peer.call(close)
+    peer.call("close")
     server.quiet()
 
 
 def test_what_their_sdk_stores_it_gets_back(context: Peer, model: str) -> None:
     tokens = list(range(100, 140))
-    assert context.call(retrieve, tokens=tokens) is None
-    assert context.call(store, shape=shape(model, 40), seed=1, tokens=tokens) is True
-    assert context.call(retrieve, tokens=tokens) == expected(model, 40, seed=1, kept=32)
-    assert context.call(retrieve, tokens=tokens[:20]) == expected(model, 40, seed=1, kept=16)
-    assert context.call(retrieve, tokens=tokens[:32] + [7] * 40) == expected(model, 40, seed=1, kept=32)
-    assert context.call(retrieve, tokens=tokens[:15]) is None
-    assert context.call(store, shape=shape(model, 40), seed=2, tokens=tokens) is False, "it is there already"
-    assert context.call(retrieve, tokens=tokens) == expected(model, 40, seed=1, kept=32)
+    assert context.call("retrieve", tokens=tokens) is None
+    assert context.call("store", shape=shape(model, 40), seed=1, tokens=tokens) is True
+    assert context.call("retrieve", tokens=tokens) == expected(model, 40, seed=1, kept=32)
+    assert context.call("retrieve", tokens=tokens[:20]) == expected(model, 40, seed=1, kept=16)
+    assert context.call("retrieve", tokens=tokens[:32] + [7] * 40) == expected(model, 40, seed=1, kept=32)
+    assert context.call("retrieve", tokens=tokens[:15]) is None
+    assert context.call("store", shape=shape(model, 40), seed=2, tokens=tokens) is False, "it is there already"
+    assert context.call("retrieve", tokens=tokens) == expected(model, 40, seed=1, kept=32)
 
 
 def test_salts_share_nothing(context: Peer, model: str) -> None:
     tokens = list(range(200, 232))
-    assert context.call(store, shape=shape(model, 32), seed=3, tokens=tokens, salt="one") is True
-    assert context.call(store, shape=shape(model, 32), seed=4, tokens=tokens, salt="two") is True
-    found = [context.call(retrieve, tokens=tokens, salt=salt) for salt in ("one", "two", "")]
+    assert context.call("store", shape=shape(model, 32), seed=3, tokens=tokens, salt="one") is True
+    assert context.call("store", shape=shape(model, 32), seed=4, tokens=tokens, salt="two") is True
+    found = [context.call("retrieve", tokens=tokens, salt=salt) for salt in ("one", "two", "")]
     assert found == [expected(model, 32, seed=3, kept=32), expected(model, 32, seed=4, kept=32), None]
 
 
 def test_ours_and_theirs_read_what_the_other_stored(context: Peer, server: CacheServer, model: str) -> None:
     tokens, others = list(range(300, 332)), list(range(400, 432))
     with lmcache_sdk.kvcache.connect(server.url, server.http_url, model, timeout=10) as ours:
-        assert context.call(store, shape=shape(model, 32), seed=5, tokens=tokens) is True
+        assert context.call("store", shape=shape(model, 32), seed=5, tokens=tokens) is True
         found = ours.retrieve(tokens)
         assert found is not None
         assert torch.equal(found.reshape(shape(model, 32)), tensor(shape(model, 32), 5))
         assert ours.store(tensor(shape(model, 32), 6).reshape(found.shape), others)
-        assert context.call(retrieve, tokens=others) == expected(model, 32, seed=6, kept=32)
+        assert context.call("retrieve", tokens=others) == expected(model, 32, seed=6, kept=32)
 
 
 def test_queries_are_read_by_their_sdk(peer: Peer, server: CacheServer) -> None:
     model, tokens, wide = "with queries", list(range(32)), [1, LAYERS, 32, 2 * HEADS * HEAD_SIZE]
-    peer.define(digest)
     with registered(server, model), registered(server, f"{model}##query", 1, Kind.QUERY, 2 * HEADS):
         with lmcache_sdk.qcache.connect(server.url, server.http_url, model, timeout=10) as ours:
             assert ours.store(tensor(wide, 7), tokens)
         where = {"url": server.url, "http_url": server.http_url, "model": model}
-        assert peer.call(connect, kind="QUERY", **where) == [CHUNK, "QUERY"]
-        assert peer.call(retrieve, tokens=tokens) == [wide, sha256(tensor(wide, 7))]
-        peer.call(close)
+        assert peer.call("connect", kind="QUERY", **where) == [CHUNK, "QUERY"]
+        assert peer.call("retrieve", tokens=tokens) == [wide, sha256(tensor(wide, 7))]
+        peer.call("close")
 
 
 def test_an_unknown_model_is_refused_at_once(peer: Peer, server: CacheServer) -> None:
-    raised, seconds = peer.timed(connect, kind="KV", url=server.url, http_url=server.http_url, model="nobody's")
+    raised, seconds = peer.timed("connect", url=server.url, http_url=server.http_url, model="nobody's")
     assert isinstance(raised, PeerRaised)
     assert seconds < QUICK
 
 
 def test_a_server_without_shared_memory_is_refused_at_once_with_the_remedy(peer: Peer) -> None:
     with running_server(shared_memory=False) as bare, registered(bare, "m"):
-        raised, seconds = peer.timed(connect, kind="KV", url=bare.url, http_url=bare.http_url, model="m")
+        raised, seconds = peer.timed("connect", url=bare.url, http_url=bare.http_url, model="m")
         assert isinstance(raised, PeerRaised)
         assert "start it with --shm-name" in str(raised)
         assert "start it with --shm-name" in bare.log
@@ -144,19 +103,18 @@ def test_a_server_without_shared_memory_is_refused_at_once_with_the_remedy(peer:
 
 def test_after_a_restart_of_the_server_a_context_misses_at_once_and_a_new_one_works(peer: Peer) -> None:
     tokens, facts = list(range(32)), {"shape": [2, LAYERS, 32, HEADS * HEAD_SIZE], "seed": 8}
-    peer.define(tensor, digest)
     with running_server("--chunk-size", str(CHUNK)) as restarted:
         where = {"url": restarted.url, "http_url": restarted.http_url, "model": "m"}
         with registered(restarted, "m"):
-            peer.call(connect, kind="KV", **where)
-            assert peer.call(store, tokens=tokens, **facts) is True
+            peer.call("connect", **where)
+            assert peer.call("store", tokens=tokens, **facts) is True
             restarted.restart()
-            for function, arguments, answer in ((retrieve, {}, None), (store, facts, False)):
-                result, seconds = peer.timed(function, tokens=tokens, **arguments)
+            for name, arguments, answer in (("retrieve", {}, None), ("store", facts, False)):
+                result, seconds = peer.timed(name, tokens=tokens, **arguments)
                 assert (result, seconds < QUICK) == (answer, True)
-            peer.call(close)
+            peer.call("close")
         with registered(restarted, "m"):
-            peer.call(connect, kind="KV", **where)
-            assert peer.call(store, tokens=tokens, **facts) is True
-            assert peer.call(retrieve, tokens=tokens) is not None
-            peer.call(close)
+            peer.call("connect", **where)
+            assert peer.call("store", tokens=tokens, **facts) is True
+            assert peer.call("retrieve", tokens=tokens) is not None
+            peer.call("close")

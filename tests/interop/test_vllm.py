@@ -4,20 +4,18 @@ Both run the same weights in float32. On a CPU LMCache's adapter moves pages as 
 an SDK; whole chunks can still be moved.
 """
 
-import hashlib
 import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
-import torch
 
 import lmcache_sdk
 from tests.engine import Completion, Engine, connector_config, tiny_model
 from tests.interop.peer import ENVIRONMENT, PYTHON, Peer
+from tests.interop.test_sdk import sha256
 from tests.servers import CacheServer, running_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.process, pytest.mark.timeout(600)]
@@ -145,89 +143,20 @@ def test_a_mix_of_200_requests_is_answered_as_without_a_cache(engines: Engines) 
     assert (after["faults"], after["expired_reads"], after["lost_chunks"]) == (0, 0, 0)
 
 
-# These run in LMCache's process.
-
-
-def connect(url: str, http_url: str, model: str, completions_url: str) -> None:
-    import lmcache.sdk
-
-    kept.update(model=model, completions_url=completions_url)  # noqa: F821
-    kept["context"] = lmcache.sdk.kvcache.connect(url=url, http_url=http_url, model_name=model, timeout=10)  # noqa: F821
-
-
-def move(source: list[int], target: list[int]) -> list[Any]:
-    """Store the KV of `source` under `target`."""
-    import hashlib
-
-    import torch
-
-    values = kept["context"].retrieve(source)  # noqa: F821
-    stored = kept["context"].store(values, target)  # noqa: F821
-    return [list(values.shape), hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest(), stored]
-
-
-def post_completion(prompt_token_ids: list[int], sampling_params: dict[str, Any], cache_salt: str) -> Any:
-    """What an engine answers, token by token."""
-    import httpx
-
-    import lmcache.sdk
-
-    body = {"model": kept["model"], "prompt": list(prompt_token_ids), "logprobs": 0, **sampling_params}  # noqa: F821
-    if cache_salt:
-        body["cache_salt"] = cache_salt
-    choice = httpx.post(kept["completions_url"], json=body, timeout=60).raise_for_status().json()["choices"][0]  # noqa: F821
-    for token in choice["logprobs"]["tokens"]:
-        yield lmcache.sdk.request.TokenEvent(int(token.removeprefix("token_id:")), "")
-
-
-def edit_in_a_batch(prompts: list[list[int]], chunk: int) -> list[Any]:
-    """Prefill, drop the last whole chunk of each, decode; what each stream has then, and the reports' titles."""
-    import lmcache.sdk
-
-    batch, streams = lmcache.sdk.batch.LMCacheBatchedStream(), []
-    for tokens in prompts:
-        stream = lmcache.sdk.request.create_request(
-            contexts=[kept["context"]],  # noqa: F821
-            post_completion=post_completion,
-            prompt_token_ids=tokens,
-        )
-        batch.add(stream)
-        streams.append(stream)
-
-    def drop(tensors: Any, tokens: Any) -> Any:
-        (values,) = tensors.values()
-        return values[:, :, :-chunk], tokens[:-chunk]
-
-    sampling = {"temperature": 0.0, "ignore_eos": True}
-    reports = [batch.prefill(sampling_params={"max_tokens": 1, **sampling}), batch.modify(drop)]
-    reports.append(batch.decode(sampling_params={"max_tokens": 4, **sampling}))
-    return [[stream.output_tokens for stream in streams], [report.to_dict()["title"] for report in reports]]
-
-
-# The tests, again.
-
-
 @pytest.fixture
 def sdk(engines: Engines, peer: Peer) -> Iterator[Peer]:
-    peer.define(post_completion)
-    peer.call(
-        connect, url=engines.server.url, http_url=engines.server.http_url, model=engines.cached.model,
-        completions_url=f"{engines.cached.url}/v1/completions",
-    )  # fmt: skip
+    """LMCache's SDK, connected to the cache of the engine."""
+    peer.call("connect", url=engines.server.url, http_url=engines.server.http_url, model=engines.cached.model)
     yield peer
-    peer.call(disconnect)
+    peer.call("close")
     engines.server.quiet()
-
-
-def disconnect() -> None:
-    kept.pop("context").close()  # noqa: F821
 
 
 def test_their_sdk_moves_chunks_of_an_engine_on_a_cpu(engines: Engines, sdk: Peer) -> None:
     source, target, tail = prompt(2 * CHUNK, 51), prompt(2 * CHUNK, 52), prompt(9, 53)
     engine = engines.cached
     engine.complete(source + tail)
-    shape, digest, stored = sdk.call(move, source=source, target=target)
+    (shape, bits), stored = sdk.call("move", source=source, target=target)
     assert (shape, stored) == ([1, 4, 2 * CHUNK, 512], True)
     engine.reset_prefix_cache()
     genuine = engine.complete(source + tail, max_tokens=4)
@@ -237,13 +166,13 @@ def test_their_sdk_moves_chunks_of_an_engine_on_a_cpu(engines: Engines, sdk: Pee
     with lmcache_sdk.kvcache.connect(engines.server.url, engines.server.http_url, engine.model, timeout=10) as ours:
         for tokens in (source, target):
             values = ours.retrieve(tokens)
-            assert values is not None
-            assert hashlib.sha256(values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() == digest
+            assert values is not None and sha256(values) == bits
 
 
 def test_their_batches_of_streams_edit_and_go_on(engines: Engines, sdk: Peer) -> None:
     prompts = [prompt(length, 60 + length) for length in (2 * CHUNK + 5, 3 * CHUNK, 4 * CHUNK + 40)]
-    streams, titles = sdk.call(edit_in_a_batch, prompts=prompts, chunk=CHUNK)
+    engine = {"model": engines.cached.model, "completions_url": f"{engines.cached.url}/v1/completions"}
+    streams, titles = sdk.call("edit_in_a_batch", prompts=prompts, chunk=CHUNK, **engine)
     assert titles == [
         "Batched Stream Metrics (prefill)", "Batched Stream Modify Metrics", "Batched Stream Metrics (decode)",
     ]  # fmt: skip
