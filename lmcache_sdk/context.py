@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lmcache_sdk import reading, writing
+from lmcache_sdk.awaiting import in_thread
 from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
 from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_sdk.explanation import Explanation, explained
@@ -177,6 +178,27 @@ class LMCacheSDKContext:
         if not prompt.tokens:
             return False
         return self._registrar.attempt(lambda r: writing.store(r.attachment, r.geometry, kv, prompt, self._timeout))
+
+    async def aretrieve(
+        self,
+        tokens: TokenIds,
+        cache_salt: str = "",
+        request_configs: Mapping[str, Any] | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """`retrieve` for asyncio. A cancelled call ends when its thread has: nobody fills `out` after that."""
+        return await in_thread(lambda: self.retrieve(tokens, cache_salt, request_configs, out=out))
+
+    async def astore(
+        self,
+        kv: torch.Tensor,
+        tokens: TokenIds,
+        cache_salt: str = "",
+        request_configs: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """`store` for asyncio. A cancelled call ends when its thread has: nobody reads `kv` after that."""
+        return await in_thread(lambda: self.store(kv, tokens, cache_salt, request_configs))
 
     def _prompt(self, purpose: str, tokens: bytes, cache_salt: str) -> Prompt:
         """The whole chunks of `tokens`, under a session of their own."""

@@ -1,3 +1,4 @@
+import asyncio
 import threading
 from typing import Any
 
@@ -279,6 +280,26 @@ def test_arguments_that_cannot_work_are_refused_by_name(arguments: dict[str, Any
     usual = {"kind": LMCacheSDKCacheKind.KV, "url": "h:1", "http_url": "http://h:2", "model_name": "m", "timeout": 1.0}
     with pytest.raises(LMCacheSDKError, match=message):
         lmcache_sdk.connect(**(usual | arguments))
+
+
+def test_both_calls_can_be_awaited_side_by_side(context: LMCacheSDKContext) -> None:
+    async def one(number: int) -> bool:
+        kv, tokens = random_kv(32), range(1000 * number, 1000 * number + 32)
+        assert await context.aretrieve(tokens, "salt") is None
+        assert await context.astore(kv, tokens, "salt") is True
+        assert await context.astore(kv, tokens, "salt", {"lmcache.tag": "x"}) is False
+        out = torch.empty(2, 3, 40, 16)
+        back = await context.aretrieve(tokens, "salt", out=out)
+        assert back is not None
+        assert back.data_ptr() == out.data_ptr()
+        return torch.equal(back, kv)
+
+    async def all_of_them() -> list[bool]:
+        with pytest.raises(LMCacheSDKError, match="tokens: expected one per"):
+            await context.astore(random_kv(16), range(15))
+        return await asyncio.gather(*(one(number) for number in range(1, 9)))
+
+    assert asyncio.run(all_of_them()) == [True] * 8
 
 
 def test_threads_may_share_a_context(context: LMCacheSDKContext) -> None:
