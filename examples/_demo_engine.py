@@ -4,6 +4,7 @@ Prompts are token ids, and token ids come back: nothing here depends on a tokeni
 """
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +100,11 @@ class Engine:
             if time.monotonic() > deadline:
                 raise TimeoutError("the engine still holds blocks 10 s after its last request")
             time.sleep(0.02)
+
+    def counter(self, name: str) -> int:
+        """A counter of the engine's own (`prompt_tokens`, `external_prefix_cache_hits`, ...) since it started."""
+        text = self._http.get("/metrics").raise_for_status().text
+        return int(sum(float(value) for value in re.findall(rf"^vllm:{name}_total{{.*}} (\S+)$", text, re.MULTILINE)))
 
     def complete(
         self, prompt: Sequence[int], *, max_tokens: int = 1, cache_salt: str = "", top: int = 5, **sampling: Any

@@ -6,11 +6,11 @@ that do the same work must give the same bits, so they are compared for equality
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from _demo_engine import Completion, Engine
+from _demo_setup import wait_until_cached
 
 from lmcache_sdk import LMCacheSDKContext
 from lmcache_sdk.edits import EveryOtherChunk, Rotary, edit_salt, keep_tokens
@@ -21,7 +21,6 @@ CHUNKS = 16
 TAIL = 40
 """Tokens after the last whole chunk: a chunk is the unit of caching, so the engine computes these each time."""
 DECODE = 8
-COMMIT_SECONDS = 30.0
 
 Say = Callable[[str], None]
 
@@ -59,7 +58,7 @@ def hits(engine: Engine, cache: LMCacheSDKContext, measured: Measured, say: Say)
     say(f"cold: {REPEATS} prompts of {len(everything[0])} tokens, nothing cached")
     for prompt in everything:
         measured.cold.append(_ask(engine, prompt, cached=0, step="cold prompt").ttft_ms)
-        _wait_until_cached(cache, prompt, whole)
+        _wait_until_cached(cache, prompt)
     say(f"      {_milliseconds(measured.cold)} to the first token; the server holds {whole} tokens of each")
 
     say("local hit: the same prompts again, from the engine's own cache")
@@ -126,13 +125,11 @@ def _ask(engine: Engine, prompt: Sequence[int], *, cached: int, step: str, salt:
     return answer
 
 
-def _wait_until_cached(cache: LMCacheSDKContext, prompt: Sequence[int], tokens: int) -> None:
-    """The engine answers before its KV is committed; the commit follows within moments."""
-    deadline = time.monotonic() + COMMIT_SECONDS
-    while (found := cache.lookup(prompt)) < tokens:
-        if time.monotonic() > deadline:
-            raise DemoFailed(f"cold prompt: {found} of {tokens} tokens are cached {COMMIT_SECONDS:.0f} s later")
-        time.sleep(0.01)
+def _wait_until_cached(cache: LMCacheSDKContext, prompt: list[int]) -> None:
+    try:
+        wait_until_cached(cache, prompt)
+    except TimeoutError as error:
+        raise DemoFailed(f"cold prompt: {error}") from error
 
 
 def _milliseconds(times: Sequence[float]) -> str:

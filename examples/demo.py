@@ -7,25 +7,20 @@ Exits with 1 and the reason if a step does not show what it should. Whatever was
 """
 
 import json
-import os
 import signal
 import statistics
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import httpx
 from _demo_engine import Engine, EngineFailed
-from _demo_process import ChildProcess, ProcessFailed, free_port
+from _demo_process import ProcessFailed, free_port
+from _demo_setup import CACHE, ENGINE_ARGUMENTS, connector, demo_model, start_server
 from _demo_steps import DemoFailed, Measured, Say, edit, hits
-from tiny_model import build_tiny_model
 
 from lmcache_sdk import LMCacheSDKError, kvcache
 from lmcache_sdk.edits import Rotary
-
-CACHE = Path(__file__).resolve().parent.parent / ".cache"
-CHUNK_SIZE = 256
 
 
 def run(say: Say) -> Measured:
@@ -33,14 +28,14 @@ def run(say: Say) -> Measured:
     measured = Measured()
     with ExitStack() as running:
         say("building the model: a Qwen3 with random weights")
-        model = build_tiny_model(CACHE / "models" / "demo", layers=8, hidden=512)
+        model = demo_model()
         port, http_port = free_port(), free_port()
         say(f"starting lmcache server on port {port}, HTTP on {http_port}")
-        server = running.enter_context(start_server(port, http_port))
+        server = running.enter_context(start_server("demo", port, http_port))
         server.wait_until_answers(f"http://127.0.0.1:{http_port}/healthcheck", 20.0)
         say("starting vLLM with the connector; it takes about half a minute")
-        log, arguments = CACHE / "demo" / "vllm.log", ["--max-model-len", "8192"]
-        engine = running.enter_context(Engine(model, log, connector=connector(port), arguments=arguments))
+        log = CACHE / "demo" / "vllm.log"
+        engine = running.enter_context(Engine(model, log, connector=connector(port), arguments=ENGINE_ARGUMENTS))
         engine.wait_until_ready()
         say(f"vLLM is ready at {engine.url}")
         url, http_url = f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{http_port}"
@@ -49,20 +44,6 @@ def run(say: Say) -> Measured:
         edit(engine, cache, Rotary.from_config(json.loads((model / "config.json").read_text())), measured, say)
         say("stopping vLLM and the server")
     return measured
-
-
-def start_server(port: int, http_port: int) -> ChildProcess:
-    """`lmcache server` with a pool of its own."""
-    command = [str(Path(sys.executable).parent / "lmcache"), "server", "--l1-size-gb", "1"]
-    command += ["--chunk-size", str(CHUNK_SIZE), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--http-port", str(http_port), "--shm-name", f"demo_{os.getpid()}"]
-    return ChildProcess("lmcache server", command, CACHE / "demo" / "server.log")
-
-
-def connector(port: int) -> dict[str, object]:
-    """vLLM's --kv-transfer-config."""
-    extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
-    return {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def report(measured: Measured, seconds: float) -> str:

@@ -7,13 +7,11 @@ places that they have now, and goes on from there. One engine in float32 behind 
 import itertools
 import json
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
@@ -72,11 +70,6 @@ class Setup:
         stream = create_request(contexts or [self.kv], self.complete, prompt or new_prompt())
         stream.generate({**GREEDY, "max_tokens": 1})
         return stream
-
-    def counted(self, metric: str) -> int:
-        """A counter of the engine's own."""
-        text = httpx.get(f"{self.engine.url}/metrics", timeout=10).text
-        return int(sum(float(value) for value in re.findall(rf"^vllm:{metric}_total{{.*}} (\S+)$", text, re.M)))
 
     def ask(self, prompt: Sequence[int], cached: int, salt: str = "") -> Completion:
         """What the engine says of a prompt when it has only external KV; asserts how much of that it took."""
@@ -174,14 +167,14 @@ def test_a_batch_that_drops_half_decodes_on_half_the_kv_and_nobody_else_sees_it(
     batch.modify(token_dropping(select, setup.rotary))
     assert not batch.failures
     counters = ("prompt_tokens", "prefix_cache_hits", "external_prefix_cache_hits", "generation_tokens")
-    before = [setup.counted(name) for name in counters]
+    before = [setup.engine.counter(name) for name in counters]
     report = batch.decode(GREEDY)
     assert not batch.failures
     assert report.to_dict()["metrics"]["results"]["output_tokens"] == STREAMS * DECODE
 
     # The engine's own account: each prompt is half, the tail, and the token of the prefill; half came from the cache.
     prompt_tokens, own_hits, external_hits, generated = (
-        setup.counted(name) - earlier for name, earlier in zip(counters, before, strict=True)
+        setup.engine.counter(name) - earlier for name, earlier in zip(counters, before, strict=True)
     )
     assert (prompt_tokens, own_hits) == (STREAMS * (HALF + TAIL + 1), 0)
     assert (external_hits, generated) == (STREAMS * HALF, STREAMS * DECODE)
