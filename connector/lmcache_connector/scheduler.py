@@ -10,6 +10,10 @@ Loads are asynchronous in vLLM's sense: the request waits for one step, in which
 the next one on. That costs a step without work and buys a clean failure: no token is computed on blocks that did not
 arrive, whatever runs at the same time (overlapping batches included).
 
+A load is exactly the promised tokens [local, local + external): from the block behind the engine's own hit (vLLM
+presents that hit in whole blocks) to the end of the cache's hit, at most to the last token but one. Where that end lies
+inside a block, the rest of the block is computed; nothing below `local` and nothing behind the promise is ever written.
+
 No hook waits for the server, except that all lookups of one step together may wait PATIENCE for their answers.
 """
 
