@@ -144,14 +144,18 @@ def test_f58_stores_and_loads_resume_after_every_restart(rig: Rig, server: Cache
     server.quiet()
 
 
-def test_a_running_request_fills_a_restarted_server_from_its_first_chunk_on(rig: Rig, server: CacheServer) -> None:
+@pytest.mark.parametrize("computed", [40, 70])
+def test_a_running_request_fills_a_restarted_server_from_its_first_chunk_on(
+    rig: Rig, server: CacheServer, computed: int
+) -> None:
     served = rig.arrive("r", prompt(70))
     rig.allocate(served, rig.matched(served))
-    rig.step({served: 40})
+    rig.step({served: computed})
     before = links(rig)
     server.restart()
     wait_for_link(rig, other_than=before)
-    rig.step({served: 30})
+    served.request.append_output_token_ids(1)
+    rig.step({served: 71 - computed})
     rig.finish(served)
     assert rig.serve("warm", prompt(70)).external == 64
 
