@@ -4,13 +4,28 @@
       ServerUnavailable         no answer in time: try later, or look at the server
         ConnectionLost          the connection broke while an answer was due: try again at once
       ServerRefused             the server answered with a refusal: its code says what would help
+      LMCacheRequestStreamError something went wrong with one stream, which it names
+        StaleEdit               the edit came too late: retrieve again and redo it
+        EditAlreadyApplied      the edit came twice: nothing is left to do
+        StreamAborted           the stream was given up: make a new one
+
+Batches and completions have theirs beside them, under the same base.
 
 No other exception leaves the SDK on purpose; any other is a bug in it.
 """
 
 from lmcache_server.protocol.errors import ErrorCode
 
-__all__ = ["ConnectionLost", "LMCacheSDKError", "ServerRefused", "ServerUnavailable"]
+__all__ = [
+    "ConnectionLost",
+    "EditAlreadyApplied",
+    "LMCacheRequestStreamError",
+    "LMCacheSDKError",
+    "ServerRefused",
+    "ServerUnavailable",
+    "StaleEdit",
+    "StreamAborted",
+]
 
 
 class LMCacheSDKError(Exception):
@@ -50,3 +65,27 @@ class ServerRefused(LMCacheSDKError):
 
     def __str__(self) -> str:
         return f"the server refused ({self.code.value}): {self.field + ': ' if self.field else ''}{self.message}"
+
+
+class LMCacheRequestStreamError(LMCacheSDKError):
+    """Something went wrong with one stream; `request_stream_id` says with which."""
+
+    def __init__(self, message: str, request_stream_id: str) -> None:
+        super().__init__(message, request_stream_id)
+        self.message = message
+        self.request_stream_id = request_stream_id
+
+    def __str__(self) -> str:
+        return f"request stream {self.request_stream_id}: {self.message}"
+
+
+class StaleEdit(LMCacheRequestStreamError):
+    """The stream changed after the edit's source was retrieved: retrieve again and redo the edit."""
+
+
+class EditAlreadyApplied(LMCacheRequestStreamError):
+    """The edit was delivered before: nothing is left to do."""
+
+
+class StreamAborted(LMCacheRequestStreamError):
+    """The stream was aborted: make a new one."""

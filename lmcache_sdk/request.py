@@ -26,7 +26,13 @@ import torch
 from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
 from lmcache_sdk.context import LMCacheSDKContext, ModifyFnType
 from lmcache_sdk.edits.salt import edit_salt
-from lmcache_sdk.errors import LMCacheSDKError
+from lmcache_sdk.errors import (
+    EditAlreadyApplied,
+    LMCacheRequestStreamError,
+    LMCacheSDKError,
+    StaleEdit,
+    StreamAborted,
+)
 from lmcache_sdk.perf import StreamPerfMetrics, measured
 from lmcache_sdk.tokens import TokenIds, token_bytes
 
@@ -44,30 +50,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-class LMCacheRequestStreamError(LMCacheSDKError):
-    """Something went wrong with one stream; `request_stream_id` says with which."""
-
-    def __init__(self, message: str, request_stream_id: str) -> None:
-        super().__init__(message, request_stream_id)
-        self.message = message
-        self.request_stream_id = request_stream_id
-
-    def __str__(self) -> str:
-        return f"request stream {self.request_stream_id}: {self.message}"
-
-
-class StaleEdit(LMCacheRequestStreamError):
-    """The stream changed after the edit's source was retrieved: retrieve again and redo the edit."""
-
-
-class EditAlreadyApplied(LMCacheRequestStreamError):
-    """The edit was delivered before: nothing is left to do."""
-
-
-class StreamAborted(LMCacheRequestStreamError):
-    """The stream was aborted: make a new one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,14 @@ import pickle
 
 import pytest
 
-from lmcache_sdk.errors import ConnectionLost, LMCacheSDKError, ServerRefused, ServerUnavailable
+from lmcache_sdk.errors import (
+    ConnectionLost,
+    LMCacheRequestStreamError,
+    LMCacheSDKError,
+    ServerRefused,
+    ServerUnavailable,
+    StaleEdit,
+)
 from lmcache_server.protocol.errors import ErrorCode
 
 ERRORS = [
@@ -15,6 +22,8 @@ ERRORS = [
     (ConnectionLost("v1/end", "tcp://h:1", 1.0), "the connection to tcp://h:1 was lost while waiting for v1/end"),
     (ServerRefused(ErrorCode.INVALID, "too long", "tokens"), "the server refused (invalid): tokens: too long"),
     (ServerRefused(ErrorCode.INTERNAL, "a fault"), "the server refused (internal): a fault"),
+    (LMCacheRequestStreamError("no engine", "id 1"), "request stream id 1: no engine"),
+    (StaleEdit("too late", "id 1"), "request stream id 1: too late"),
 ]
 
 

@@ -67,6 +67,44 @@ Model:                     two
     )
 
 
+def test_a_report_of_everything_looks_as_it_always_did() -> None:
+    metrics, stream = Metrics("Batched Stream Metrics (prefill)"), io.StringIO()
+    metrics.add_section("config", "Configuration").add("num_request_streams", "Number of request streams", 2)
+    results = metrics.add_section("results", "Results")
+    for key, label, value in (("duration", "Duration (s)", 1.23456), ("flag", "Flag", True), ("none", "Nothing", None)):
+        results.add(key, label, value)
+    metrics.add_table("usage", "Usage", ("instance", "Instance"), ("ratio", "Ratio")).add_row(instance="i1", ratio=0.5)
+    metrics.add_list_section("models", "a", "Model: a").add("model", "Model", "a")
+    metrics.add("status", "Status", "OK")
+    metrics.add_handler(StreamHandler(get_formatter("terminal", width=60, indent=4), stream))
+    metrics.emit()
+    assert stream.getvalue() == EVERYTHING
+    assert json.dumps(metrics.to_dict()) == (
+        '{"title": "Batched Stream Metrics (prefill)", "metrics": '
+        '{"status": "OK", "config": {"num_request_streams": 2}, '
+        '"results": {"duration": 1.23456, "flag": true, "none": null}, "usage": [{"instance": "i1", "ratio": 0.5}], '
+        '"models": [{"model": "a"}]}}'
+    )
+
+
+EVERYTHING = """\
+============= Batched Stream Metrics (prefill) =============
+Status:                                                   OK
+---------------------- Configuration -----------------------
+Number of request streams:                                 2
+------------------------- Results --------------------------
+Duration (s):                                           1.23
+Flag:                                                   True
+Nothing:                                                 N/A
+Instance  Ratio
+---------------
+i1         0.50
+------------------------- Model: a -------------------------
+Model:                                                     a
+============================================================
+"""
+
+
 def test_a_value_that_is_too_long_stays_apart_from_its_label() -> None:
     metrics, stream = Metrics("T"), io.StringIO()
     metrics.add("url", "URL", "http://a.long.address:8080")
