@@ -56,8 +56,8 @@ def step():
     if chance.random() < 0.01: engine.register()
     if chance.random() < 0.02: engine.frames = not engine.frames; engine.register()
 
-say("ready")
 try:
+    say("ready")
     while True:
         try:
             step()
