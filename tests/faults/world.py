@@ -82,7 +82,7 @@ class Child:
             ) from None
 
     def rest(self) -> list[str]:
-        """What it has said and nobody has read, once it has ended."""
+        """What it has said until now and nobody has read."""
         return [self._lines.get() for _ in range(self._lines.qsize())]
 
     def tell(self, words: str = "") -> None:
