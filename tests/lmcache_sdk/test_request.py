@@ -500,6 +500,22 @@ def test_an_edit_under_way_when_its_stream_is_aborted_is_refused(stream: LMCache
     assert state(stream) == before
 
 
+def test_an_abort_while_an_edit_is_stored_refuses_the_edit(
+    stream: LMCacheRequestStream, context: LMCacheSDKContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit, before, store = stream.begin_edit(), state(stream), context.store
+
+    def aborted_meanwhile(*arguments: Any) -> bool:
+        stored = store(*arguments)
+        stream.abort()
+        return stored
+
+    monkeypatch.setattr(context, "store", aborted_meanwhile)
+    with pytest.raises(StreamAborted, match="while an edit was stored"):
+        edit.apply(edit.tensors[KV], edit.tokens)
+    assert state(stream) == before
+
+
 def test_a_stream_does_one_thing_at_a_time(context: LMCacheSDKContext) -> None:
     refused: list[str] = []
 
