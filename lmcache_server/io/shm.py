@@ -2,9 +2,10 @@
 
     [ pool: pool_bytes ][ generations: one uint64 little-endian per align_bytes of the pool ][ mark: 16 bytes ]
 
-Rules. The segment is created with the mode that was asked for, never adopted. The owner holds an exclusive flock on
-it as long as it lives, which the kernel drops with the process: a marked segment whose lock is free belongs to
-nobody and may be reclaimed, anything else under the same name is refused. Clients map it and never unlink it.
+Rules. The segment is created with the mode that was asked for, never adopted; it gets its name when it is complete, so
+a server that is killed before leaves nothing. The owner holds an exclusive flock on it as long as it lives, which the
+kernel drops with the process: a marked segment whose lock is free belongs to nobody and may be reclaimed, anything else
+under the same name is refused. Clients map it and never unlink it.
 """
 
 import contextlib
@@ -14,8 +15,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-import posix_ipc
 
 __all__ = ["Pool", "PoolError", "create_private_pool", "create_shared_pool", "progress_bar", "reclaim_orphans"]
 
@@ -46,8 +45,10 @@ class Pool:
     def close(self) -> None:
         """Unmap the memory and, if it is a segment, remove it. Safe to call twice."""
         if self.name:
-            with contextlib.suppress(posix_ipc.ExistentialError):
-                posix_ipc.unlink_shared_memory("/" + self.name)
+            with contextlib.suppress(FileNotFoundError):
+                path = SHM_ROOT / self.name
+                if os.path.samestat(os.fstat(self._fd), os.stat(path)):
+                    path.unlink()
             self.name = ""
         if self._fd >= 0:
             os.close(self._fd)
@@ -86,38 +87,41 @@ def create_shared_pool(
     name: str, pool_bytes: int, align_bytes: int, mode: int, progress: Callable[[float], None] | None
 ) -> Pool:
     """A pool in a new segment; with `progress`, every page is taken now. Raises PoolError."""
-    size = _segment_bytes(pool_bytes, align_bytes)
+    size, path = _segment_bytes(pool_bytes, align_bytes), SHM_ROOT / name
     _check_space(name, size)
-    _reclaim(SHM_ROOT / name)
+    if not _reclaim(path) and path.is_symlink() | path.exists():
+        raise _name_is_taken(path)
+    fd = -1
     try:
-        segment = posix_ipc.SharedMemory("/" + name, posix_ipc.O_CREX, mode=mode, size=size)
-    except posix_ipc.ExistentialError:
-        raise PoolError(
-            f"shared memory {SHM_ROOT / name} exists and is not an abandoned pool of this server: "
-            "another server uses it, or it is foreign; choose another --shm-name or remove the file"
-        ) from None
-    except (OSError, posix_ipc.PermissionsError) as error:
-        raise PoolError(f"shared memory {SHM_ROOT / name} cannot be created: {error}") from error
-    try:
-        fcntl.flock(segment.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Marked first: whoever is killed while it takes its pages must leave something that is known as a pool.
-        os.pwrite(segment.fd, _MARK, size - len(_MARK))
-        os.fchmod(segment.fd, mode)
+        fd = os.open(SHM_ROOT, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode)
+        os.fchmod(fd, mode)
+        os.ftruncate(fd, size)
+        os.pwrite(fd, _MARK, size - len(_MARK))
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if progress is not None:
-            _take_pages(segment.fd, size, progress)
-        mapping = mmap.mmap(segment.fd, size)
+            _take_pages(fd, size, progress)
+        mapping = mmap.mmap(fd, size)
+        # Naming the directory makes the call follow the link to the file itself.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd)
     except OSError as error:
-        posix_ipc.unlink_shared_memory("/" + name)
-        os.close(segment.fd)
-        raise PoolError(
-            f"shared memory {SHM_ROOT / name} of {size} bytes cannot be prepared: {error.strerror}"
-        ) from error
-    return Pool(mapping, pool_bytes, align_bytes, name, segment.fd)
+        if fd >= 0:
+            os.close(fd)
+        if isinstance(error, FileExistsError):
+            raise _name_is_taken(path) from error
+        raise PoolError(f"shared memory {path} of {size} bytes cannot be made: {error.strerror}") from error
+    return Pool(mapping, pool_bytes, align_bytes, name, fd)
 
 
 def reclaim_orphans(prefix: str) -> list[str]:
     """Remove every abandoned pool whose name begins with `prefix`; which they were."""
     return [path.name for path in sorted(SHM_ROOT.glob(prefix + "*")) if _reclaim(path)]
+
+
+def _name_is_taken(path: Path) -> PoolError:
+    return PoolError(
+        f"shared memory {path} exists and is not an abandoned pool of this server: "
+        "another server uses it, or it is foreign; choose another --shm-name or remove the file"
+    )
 
 
 def _segment_bytes(pool_bytes: int, align_bytes: int) -> int:

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from lmcache_server.io import shm
-from lmcache_server.io.shm import PoolError, create_private_pool, create_shared_pool, progress_bar, reclaim_orphans
+from lmcache_server.io.shm import (
+    Pool,
+    PoolError,
+    create_private_pool,
+    create_shared_pool,
+    progress_bar,
+    reclaim_orphans,
+)
 
 PAGE = 4096
 POOL = 16 * PAGE
@@ -146,13 +153,33 @@ def test_an_eager_pool_has_all_its_pages_and_reports_its_progress(name: str, mon
     pool.close()
 
 
-def test_a_pool_is_known_as_one_while_its_pages_are_still_being_taken(name: str) -> None:
-    marks: list[bytes] = []
-    pool = create_shared_pool(
-        name, POOL, PAGE, 0o600, lambda _: marks.append((Path("/dev/shm") / name).read_bytes()[-16:])
-    )
+def test_a_pool_has_no_name_while_its_pages_are_still_being_taken(name: str) -> None:
+    path, named = Path("/dev/shm") / name, []
+    pool = create_shared_pool(name, POOL, PAGE, 0o600, lambda _: named.append(path.exists()))
+    assert (named, path.exists()) == ([False], True)
     pool.close()
-    assert marks == [MARK]
+
+
+def test_of_two_servers_that_take_one_name_at_once_the_later_is_refused(name: str) -> None:
+    def another_server_is_quicker(_: float) -> None:
+        pools.append(create_shared_pool(name, POOL, PAGE, 0o600, None))
+
+    pools: list[Pool] = []
+    with pytest.raises(PoolError, match="another server uses it"):
+        create_shared_pool(name, POOL, PAGE, 0o600, another_server_is_quicker)
+    assert (Path("/dev/shm") / name).exists()
+    pools[0].close()
+
+
+def test_a_pool_that_took_the_name_of_a_removed_one_is_not_removed_with_it(name: str) -> None:
+    path = Path("/dev/shm") / name
+    first = create_shared_pool(name, POOL, PAGE, 0o600, None)
+    path.unlink()
+    second = create_shared_pool(name, POOL, PAGE, 0o600, None)
+    first.close()
+    assert path.exists()
+    second.close()
+    assert not path.exists()
 
 
 def test_a_lazy_pool_takes_no_memory_before_it_is_used(name: str) -> None:
@@ -166,7 +193,7 @@ def test_a_segment_that_cannot_be_prepared_is_taken_back(name: str, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", no_space)
-    with pytest.raises(PoolError, match="cannot be prepared: No space left"):
+    with pytest.raises(PoolError, match="cannot be made: No space left"):
         create_shared_pool(name, POOL, PAGE, 0o600, lambda _: None)
     assert not (Path("/dev/shm") / name).exists()
 
