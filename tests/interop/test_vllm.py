@@ -22,6 +22,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.process, pytest.mark.timeout(600)]
 
 BLOCK, CHUNK = 32, 64
 OPTIONS = ("--block-size", str(BLOCK), "--max-model-len", "2048", "--max-num-batched-tokens", "512")
+ORACLE_OPTIONS = (*OPTIONS, "--no-enable-prefix-caching")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Two engines on two cores: threads that wait for each other by spinning would take the time of the other engine."""
 START_SECONDS = 400.0
 """Two engines start at once, on a machine that may have two cores and other work."""
 HEARTBEAT = 2.0
@@ -48,7 +51,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
             server.port, mp_transfer_mode="engine_driven", mq_timeout=30, heartbeat_interval=HEARTBEAT
         )
         connector["kv_load_failure_policy"] = "recompute"
-        environment = {**ENVIRONMENT, "LMCACHE_LOG_LEVEL": "INFO"}
+        environment = {**ENVIRONMENT, **ONE_THREAD}
         with (
             Engine(
                 model,
@@ -58,7 +61,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
                 environment=environment,
                 python=PYTHON,
             ) as cached,
-            Engine(model, logs / "oracle.log", arguments=(*OPTIONS, "--no-enable-prefix-caching")) as oracle,
+            Engine(model, logs / "oracle.log", arguments=ORACLE_OPTIONS, environment=ONE_THREAD) as oracle,
         ):
             for engine in (cached, oracle):
                 engine.wait_until_ready(START_SECONDS)
