@@ -207,7 +207,7 @@ def test_a_server_of_another_user_serves_and_leaves_foreign_segments_alone() -> 
         return [python, "-c", _AS_NOBODY_SERVER, *rest]
 
     mine = SHM / f"lmcache_l1_pool_root_{port}"
-    mine.write_bytes(bytes(100) + b"lmcache-pool-v1\0")
+    mine.write_bytes(b"not theirs")
     mine.chmod(0o600)
     theirs = subprocess.Popen(as_nobody(port, http_port), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
