@@ -1,6 +1,8 @@
-"""Child processes that end when they must: each in a group of its own, its output in a file shown on failure."""
+"""Child processes that end when they must, at the latest with their parent: each in a group of its own, its output in a
+file shown on failure."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -12,6 +14,9 @@ from types import TracebackType
 from typing import Self
 
 import httpx
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 LOG_LINES = 40
 """Lines of a child's log that go into the error when it fails."""
@@ -26,6 +31,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _end_with_parent() -> None:
+    """In the child: be terminated when the thread that started it ends, however it ends. A parent that is interrupted
+    between the start of a child and the moment that it knows of it would leave it behind otherwise."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class ChildProcess:
@@ -45,6 +56,7 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         self.pid = self._process.pid
 
