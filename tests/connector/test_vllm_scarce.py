@@ -43,14 +43,14 @@ def test_f36_requests_that_wait_for_blocks_are_stored_without_a_hole_and_loaded_
 
 def test_f27_f40_what_preempted_requests_stored_is_right_and_what_they_are_promised_possible(watched: Watched) -> None:
     prompts = [prompt_of(3 * SIZE + 25, 100 + seed) for seed in range(4)]
-    alone = [watched.complete(prompt, max_tokens=12) for prompt in prompts]
+    alone = [watched.complete(prompt, max_tokens=24) for prompt in prompts]
     watched.forget()
-    together = watched.engine.complete_all(prompts, max_tokens=12)
+    together = watched.engine.complete_all(prompts, max_tokens=24)
     for one, other in zip(together, alone, strict=True):
         assert same_answer(one, other)
     assert watched.preemptions > 0
     for prompt, answer in zip(prompts, alone, strict=True):
-        warm = watched.external(prompt, max_tokens=12)
+        warm = watched.external(prompt, max_tokens=24)
         assert warm.cached_tokens == 3 * SIZE
         assert same_answer(warm, answer)
 
