@@ -76,7 +76,7 @@ def test_the_role_decides_who_stores_and_who_loads(
     assert (config.stores, config.loads) == (stores, loads)
 
 
-def test_f49_whatever_shapes_kv_changes_the_revision(vllm_config: VllmConfig, tmp_path: Any) -> None:
+def test_whatever_shapes_kv_changes_the_revision(vllm_config: VllmConfig, tmp_path: Any) -> None:
     def revision(config: VllmConfig) -> str:
         return read_config(config, caches((NAMES, SPEC))).revision
 
@@ -114,7 +114,7 @@ def test_f49_whatever_shapes_kv_changes_the_revision(vllm_config: VllmConfig, tm
         ([(["encoder.layers.0.attn", "decoder.layers.0.attn"], SPEC)], "same index"),
     ],
 )  # fmt: skip
-def test_f32_a_model_that_cannot_be_cached_correctly_is_refused_with_its_layer(
+def test_a_model_that_cannot_be_cached_correctly_is_refused_with_its_layer(
     vllm_config: VllmConfig, groups: list[tuple[list[str], Any]], sentence: str
 ) -> None:
     with pytest.raises(ValueError) as refusal:

@@ -71,7 +71,7 @@ def test_another_engine_of_the_same_model_shares_the_chunks_whatever_its_block_s
 
 
 @pytest.mark.parametrize("step_tokens", [1, 7, 16, 20, 33])
-def test_f37_chunked_prefill_stores_every_whole_chunk(server: CacheServer, model: str, step_tokens: int) -> None:
+def test_chunked_prefill_stores_every_whole_chunk(server: CacheServer, model: str, step_tokens: int) -> None:
     with Rig(rig_config(server.url, model=model), step_tokens=step_tokens) as rig:
         for seed in range(3):
             tokens = prompt(70, seed)
@@ -79,7 +79,7 @@ def test_f37_chunked_prefill_stores_every_whole_chunk(server: CacheServer, model
             assert rig.serve(f"warm {seed}", tokens).external == 64
 
 
-def test_f28_only_computed_tokens_are_planned_to_be_stored(rig: Rig) -> None:
+def test_only_computed_tokens_are_planned_to_be_stored(rig: Rig) -> None:
     served = rig.arrive("r", prompt(64))
     rig.allocate(served, rig.matched(served))
     sizes = []
@@ -175,7 +175,7 @@ def test_what_we_cannot_name_bypasses_the_cache_both_ways(rig: Rig, facts: dict[
 # --- hooks that are called more than once ----------------------------------------------------------------------------
 
 
-def test_f36_asking_again_gives_the_same_answer_and_adds_nothing(rig: Rig, server: CacheServer) -> None:
+def test_asking_again_gives_the_same_answer_and_adds_nothing(rig: Rig, server: CacheServer) -> None:
     tokens = prompt(70)
     rig.serve("cold", tokens)
     served = rig.arrive("warm", tokens)
@@ -188,7 +188,7 @@ def test_f36_asking_again_gives_the_same_answer_and_adds_nothing(rig: Rig, serve
     rig.finish(served)
 
 
-def test_f24_the_tokens_written_are_the_tokens_promised(rig: Rig) -> None:
+def test_the_tokens_written_are_the_tokens_promised(rig: Rig) -> None:
     tokens = prompt(64)
     rig.serve("cold", tokens)
     served = rig.arrive("warm", tokens)
@@ -210,7 +210,7 @@ def before_slot(rig: Rig, memory: torch.Tensor, served: object, token: int) -> t
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("local_blocks", [1, 2, 3])
-def test_f25_loading_behind_a_local_hit_leaves_the_shared_blocks_alone(
+def test_loading_behind_a_local_hit_leaves_the_shared_blocks_alone(
     server: CacheServer, model: str, block_size: int, local_blocks: int
 ) -> None:
     tokens = prompt(144)
@@ -256,7 +256,7 @@ def test_a_preempted_request_asks_anew_and_loads_what_it_stored(rig: Rig) -> Non
 # --- leases ----------------------------------------------------------------------------------------------------------
 
 
-def test_f9_the_lease_ends_at_once_when_nothing_is_loaded(rig: Rig, server: CacheServer) -> None:
+def test_the_lease_ends_at_once_when_nothing_is_loaded(rig: Rig, server: CacheServer) -> None:
     tokens = prompt(64)
     rig.serve("cold", tokens, cache_salt="tenant")
     served = rig.arrive("warm", tokens, cache_salt="tenant")
@@ -267,7 +267,7 @@ def test_f9_the_lease_ends_at_once_when_nothing_is_loaded(rig: Rig, server: Cach
     rig.finish(served)
 
 
-def test_f10_an_abort_before_the_blocks_are_there_leaves_nothing(rig: Rig, server: CacheServer) -> None:
+def test_an_abort_before_the_blocks_are_there_leaves_nothing(rig: Rig, server: CacheServer) -> None:
     tokens = prompt(64)
     rig.serve("cold", tokens)
     for attempt in range(50):
@@ -311,7 +311,7 @@ def test_a_lease_in_use_is_renewed_while_its_request_waits() -> None:
 
 
 @pytest.mark.parametrize("chunk", [0, 2, 4])
-def test_f17_a_chunk_that_was_gone_is_reported_by_its_blocks_and_only_those(chunk: int) -> None:
+def test_a_chunk_that_was_gone_is_reported_by_its_blocks_and_only_those(chunk: int) -> None:
     tokens = prompt(81)
     with running_server() as server, Rig(rig_config(server.url, block_size=8)) as rig:
         rig.serve("cold", tokens)
@@ -328,7 +328,7 @@ def test_f17_a_chunk_that_was_gone_is_reported_by_its_blocks_and_only_those(chun
         rig.finish(served)
 
 
-def test_f17_a_load_whose_lease_the_server_does_not_know_fails_as_a_whole(model: str) -> None:
+def test_a_load_whose_lease_the_server_does_not_know_fails_as_a_whole(model: str) -> None:
     tokens = prompt(81)
     with running_server(shared_memory=False) as server, Rig(rig_config(server.url, model=model)) as rig:
         rig.serve("cold", tokens)
@@ -342,7 +342,7 @@ def test_f17_a_load_whose_lease_the_server_does_not_know_fails_as_a_whole(model:
         rig.finish(served)
 
 
-def test_f18_after_one_failed_load_the_request_is_computed(rig: Rig) -> None:
+def test_after_one_failed_load_the_request_is_computed(rig: Rig) -> None:
     tokens = prompt(64)
     rig.serve("cold", tokens)
     served = rig.arrive("warm", tokens)
@@ -396,7 +396,7 @@ def test_a_store_that_another_engine_is_busy_with_is_asked_for_again(server: Cac
     server.quiet()
 
 
-def test_f37_a_pool_that_is_too_small_keeps_the_leading_chunks() -> None:
+def test_a_pool_that_is_too_small_keeps_the_leading_chunks() -> None:
     with running_server("--l1-size-gb", "0.001") as server:
         with Rig(rig_config(server.url, head_size=512), step_tokens=48) as rig:  # chunks of 256 KiB in a pool of 1 MiB
             tokens = prompt(160)
@@ -408,7 +408,7 @@ def test_f37_a_pool_that_is_too_small_keeps_the_leading_chunks() -> None:
 # --- what the engine's thread pays -----------------------------------------------------------------------------------
 
 
-def test_f42_two_hundred_waiting_requests_cost_one_patience_per_step_together() -> None:
+def test_two_hundred_waiting_requests_cost_one_patience_per_step_together() -> None:
     with running_server() as server, Rig(rig_config(server.url, settings={})) as rig:
         server_pid = server.pid
         waiting = [rig.arrive(f"r{i}", prompt(64, i)) for i in range(200)]

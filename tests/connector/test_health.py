@@ -82,7 +82,7 @@ def test_a_server_that_does_not_fit_ends_the_start_with_a_sentence(server: Cache
     assert server.status()["cache_context_meta"] == {}
 
 
-def test_f58_a_restarted_server_is_noticed_within_a_few_heartbeats_and_the_old_pool_is_let_go(
+def test_a_restarted_server_is_noticed_within_a_few_heartbeats_and_the_old_pool_is_let_go(
     server: CacheServer,
 ) -> None:
     link = link_to(server)

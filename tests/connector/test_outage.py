@@ -55,7 +55,7 @@ def wait_for_link(rig: Rig, *, other_than: Sequence[Attachment | None] = (), sec
         time.sleep(0.01)
 
 
-def test_f61_a_server_killed_between_lookup_and_load_costs_the_load_and_nothing_else(
+def test_a_server_killed_between_lookup_and_load_costs_the_load_and_nothing_else(
     rig: Rig, server: CacheServer
 ) -> None:
     tokens = prompt(64)
@@ -131,7 +131,7 @@ def test_a_store_that_is_never_answered_delays_one_step_and_is_made_up_for(rig: 
     server.quiet()
 
 
-def test_f58_stores_and_loads_resume_after_every_restart(rig: Rig, server: CacheServer) -> None:
+def test_stores_and_loads_resume_after_every_restart(rig: Rig, server: CacheServer) -> None:
     tokens = prompt(64)
     for round in range(3):
         rig.serve(f"cold {round}", tokens)

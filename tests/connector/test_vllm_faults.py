@@ -52,7 +52,7 @@ def same_answer(one: Completion, other: Completion) -> bool:
 
 
 @pytest.mark.parametrize("local_blocks", [1, 2, 4, 9])
-def test_f25_blocks_shared_with_a_live_request_are_the_same_before_and_after_a_load(
+def test_blocks_shared_with_a_live_request_are_the_same_before_and_after_a_load(
     watched: Watched, prompt: list[int], local_blocks: int
 ) -> None:
     alone = watched.complete(prompt, max_tokens=2)
@@ -89,7 +89,7 @@ def pages_of(watched: Watched, block_ids: tuple[int, ...]) -> torch.Tensor:
     return torch.stack([page[list(block_ids)].clone() for page in watched.engine.kv_caches]).view(torch.uint8)
 
 
-def test_f24_what_is_promised_is_what_is_written(watched: Watched, prompt: list[int]) -> None:
+def test_what_is_promised_is_what_is_written(watched: Watched, prompt: list[int]) -> None:
     full = prompt[: 2 * CHUNK]
     watched.complete(full)
     watched.engine.reset_prefix_cache()
@@ -114,7 +114,7 @@ def test_f24_what_is_promised_is_what_is_written(watched: Watched, prompt: list[
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 3])
-def test_f17_a_lost_chunk_is_computed_again_and_the_answer_is_right(
+def test_a_lost_chunk_is_computed_again_and_the_answer_is_right(
     watched: Watched, prompt: list[int], chunk: int
 ) -> None:
     cold = watched.complete(prompt, max_tokens=4)
@@ -125,7 +125,7 @@ def test_f17_a_lost_chunk_is_computed_again_and_the_answer_is_right(
     assert same_answer(watched.external(prompt, max_tokens=4), cold)
 
 
-def test_f18_a_request_whose_loads_always_fail_is_computed_after_the_first(watched: Watched, prompt: list[int]) -> None:
+def test_a_request_whose_loads_always_fail_is_computed_after_the_first(watched: Watched, prompt: list[int]) -> None:
     cold = watched.complete(prompt, max_tokens=4)
     watched.before_load = lambda plan: without_lease_on_chunk(plan, 0)
     watched.loads.clear()
@@ -134,7 +134,7 @@ def test_f18_a_request_whose_loads_always_fail_is_computed_after_the_first(watch
     watched.before_load = lambda plan: plan
 
 
-def test_f17_with_the_policy_fail_the_user_sees_an_error(watched: Watched, prompt: list[int]) -> None:
+def test_with_the_policy_fail_the_user_sees_an_error(watched: Watched, prompt: list[int]) -> None:
     watched.complete(prompt)
     watched.engine.reset_prefix_cache()
     watched.before_load = lambda plan: without_lease_on_chunk(plan, 2)
@@ -159,7 +159,7 @@ def generate(watched: Watched, prompt: list[int]) -> list:  # type: ignore[type-
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5])
-def test_f37_a_prompt_that_is_prefilled_in_many_steps_is_stored_whole(watched: Watched, blocks: int) -> None:
+def test_a_prompt_that_is_prefilled_in_many_steps_is_stored_whole(watched: Watched, blocks: int) -> None:
     scheduler = watched.engine.scheduler
     budget, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, blocks * BLOCK
     try:
@@ -198,7 +198,7 @@ def test_prompts_whose_logprobs_are_wanted_are_computed_and_still_stored(watched
 # --- the server comes and goes ----------------------------------------------------------------------------------------
 
 
-def test_f58_answers_stay_right_while_the_server_is_killed_and_hits_are_back_within_ten_seconds(
+def test_answers_stay_right_while_the_server_is_killed_and_hits_are_back_within_ten_seconds(
     watched: Watched, prompt: list[int]
 ) -> None:
     cold = watched.complete(prompt, max_tokens=4)

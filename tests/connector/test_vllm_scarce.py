@@ -27,7 +27,7 @@ def watched(engine: Watched) -> Watched:
     return engine
 
 
-def test_f36_requests_that_wait_for_blocks_are_stored_without_a_hole_and_loaded_whole(watched: Watched) -> None:
+def test_requests_that_wait_for_blocks_are_stored_without_a_hole_and_loaded_whole(watched: Watched) -> None:
     prompts = [prompt_of(6 * SIZE + 3, seed) for seed in range(5)]
     cold = watched.engine.complete_all(prompts, max_tokens=3)
     watched.engine.reset_prefix_cache()
@@ -41,7 +41,7 @@ def test_f36_requests_that_wait_for_blocks_are_stored_without_a_hole_and_loaded_
     assert all(same_answer(a, b) for a, b in zip(warm, cold, strict=True))
 
 
-def test_f27_f40_what_preempted_requests_stored_is_right_and_what_they_are_promised_possible(watched: Watched) -> None:
+def test_f40_what_preempted_requests_stored_is_right_and_what_they_are_promised_possible(watched: Watched) -> None:
     prompts = [prompt_of(3 * SIZE + 25, 100 + seed) for seed in range(4)]
     alone = [watched.complete(prompt, max_tokens=24) for prompt in prompts]
     watched.forget()
@@ -55,7 +55,7 @@ def test_f27_f40_what_preempted_requests_stored_is_right_and_what_they_are_promi
         assert same_answer(warm, answer)
 
 
-def test_f64_hits_larger_than_half_of_all_blocks_get_through_one_after_the_other(watched: Watched) -> None:
+def test_hits_larger_than_half_of_all_blocks_get_through_one_after_the_other(watched: Watched) -> None:
     prompts = [prompt_of(9 * SIZE + 3, 200 + seed) for seed in range(4)]
     for prompt in prompts:
         watched.complete(prompt)
@@ -64,7 +64,7 @@ def test_f64_hits_larger_than_half_of_all_blocks_get_through_one_after_the_other
     assert [answer.cached_tokens for answer in warm] == [9 * SIZE] * 4
 
 
-def test_f10_requests_aborted_while_they_wait_leave_nothing(watched: Watched) -> None:
+def test_requests_aborted_while_they_wait_leave_nothing(watched: Watched) -> None:
     from vllm import SamplingParams
 
     prompts = [prompt_of(9 * SIZE + 3, 300 + seed) for seed in range(3)]
