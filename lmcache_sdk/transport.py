@@ -195,6 +195,11 @@ class ServerConnection:
             os.close(self._wake)
         self._context.term()
 
+    def __del__(self) -> None:
+        # A context that is collected with open sockets would wait for them for ever.
+        if not getattr(self, "_closed", True):
+            self.close()
+
     def __enter__(self) -> "ServerConnection":
         return self
 
