@@ -78,6 +78,9 @@ class Settings:
         "xxh3_128", "how chunks are hashed (hits compare the tokens too)", list(HASH_ALGORITHMS)
     )
     instance_id: str = _setting("", "name of this server in logs and /status; empty: a random one")
+    enable: str = _setting(
+        "transfer_query", "optional features; query caches need nothing, so theirs is always on", ["transfer_query"]
+    )
     log_level: str = _setting("info", "least severe log line to print", ["debug", "info", "warning", "error", "silent"])
 
     @property

@@ -77,7 +77,7 @@ class Status:
                 "instance_id": s.instance_id,
                 "worker_reap_timeout_seconds": s.worker_reap_timeout_seconds,
                 "session_ttl_seconds": s.session_ttl_seconds,
-                "enable": [],
+                "enable": [s.enable],
             },
             "storage_manager": {
                 "l1_manager_config": {

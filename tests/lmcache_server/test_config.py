@@ -32,6 +32,7 @@ DEFAULTS = {
     "worker_registration_grace_seconds": 3600.0,
     "hash_algorithm": "xxh3_128",
     "instance_id": "",
+    "enable": "transfer_query",
     "log_level": "info",
 }
 
@@ -95,7 +96,7 @@ def test_every_setting_can_be_given_in_each_of_the_three_ways(file: Path) -> Non
         "supported_transfer_mode": "engine_driven", "eviction_trigger_watermark": 0.5, "eviction_ratio": 0.25,
         "l1_write_ttl_seconds": 1.5, "l1_read_ttl_seconds": 2.5, "session_ttl_seconds": 3.5,
         "worker_reap_timeout_seconds": 4.5, "worker_registration_grace_seconds": 5.5, "hash_algorithm": "blake3",
-        "instance_id": "me", "log_level": "silent",
+        "instance_id": "me", "enable": "transfer_query", "log_level": "silent",
     }  # fmt: skip
     assert wanted.keys() == DEFAULTS.keys()
     flags, lines = [], []
