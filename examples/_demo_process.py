@@ -2,11 +2,11 @@
 file shown on failure."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,11 +15,18 @@ from typing import Self
 
 import httpx
 
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
-
 LOG_LINES = 40
 """Lines of a child's log that go into the error when it fails."""
+
+END_WITH_PARENT = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Runs a command that is told to end when the thread that started it ends, however that ends. A parent that is killed,
+or interrupted between the start of a child and the moment that it knows of it, would leave it behind otherwise. (Not by
+`preexec_fn`: an interrupt that arrives while Python forks in that way is lost.)"""
 
 
 class ProcessFailed(RuntimeError):
@@ -33,12 +40,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _end_with_parent() -> None:
-    """In the child: be terminated when the thread that started it ends, however it ends. A parent that is interrupted
-    between the start of a child and the moment that it knows of it would leave it behind otherwise."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 class ChildProcess:
     """A command that runs until `stop`, or until the `with` block ends."""
 
@@ -50,13 +51,12 @@ class ChildProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                list(command),
+                [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
             )
         self.pid = self._process.pid
 

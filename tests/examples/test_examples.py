@@ -114,12 +114,13 @@ def test_an_example_runs_as_a_file_with_a_server_and_an_engine_of_its_own() -> N
     assert_nothing_is_left("basic_check", example.pid, output)
 
 
+@pytest.mark.parametrize("delay", [0.0, 2.0], ids=["at once", "while they start"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_example_that_is_interrupted_stops_what_it_started(number: signal.Signals) -> None:
+def test_an_example_that_is_interrupted_stops_what_it_started(number: signal.Signals, delay: float) -> None:
     example = started("basic_check")
     assert example.stdout is not None
     said = example.stdout.readline()
-    time.sleep(1.5)  # somewhere in the start of the server and the engine
+    time.sleep(delay)
     example.send_signal(number)
     output, _ = example.communicate(timeout=60)
     assert example.returncode in (128 + number, -number), output
