@@ -140,6 +140,7 @@ class Status:
                 "read_ttl_seconds": s.l1_read_ttl_seconds,
             },
             "l1_eviction_controller": {"is_healthy": healthy, **self._eviction()},
+            "eviction_controller": self._eviction(),  # where `lmcache describe` of LMCache 0.5.6 looks for it
             "l2_adapters": [],
             "num_l2_adapters": 0,
         }

@@ -43,6 +43,7 @@ def test_describe_shows_the_server_and_its_engines(peer: Peer, server: CacheServ
     with registered(server, "a model", 2):
         metrics = report(peer, "describe", "kvcache", "--url", server.http_url)
     assert (metrics["health"], metrics["chunk_size"], metrics["engine_type"]) == ("OK", 16, "MPCacheServer")
+    assert metrics["eviction_policy"] == "LRU"
     (model,) = metrics["models"]
     assert (model["model"], model["world_size"], model["num_layers"]) == ("a model", 1, 3)
     (group,) = metrics["kernel_groups"]
