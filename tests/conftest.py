@@ -1,6 +1,4 @@
-"""What holds for every test: property tests try the same examples on every machine, and none is slow because the machine
-is busy.
-"""
+"""What holds for every test: property tests try the same examples everywhere, and a busy machine fails none of them."""
 
 from hypothesis import HealthCheck, settings
 
