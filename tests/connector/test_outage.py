@@ -55,9 +55,7 @@ def wait_for_link(rig: Rig, *, other_than: Sequence[Attachment | None] = (), sec
         time.sleep(0.01)
 
 
-def test_a_server_killed_between_lookup_and_load_costs_the_load_and_nothing_else(
-    rig: Rig, server: CacheServer
-) -> None:
+def test_a_server_killed_between_lookup_and_load_costs_the_load_and_nothing_else(rig: Rig, server: CacheServer) -> None:
     tokens = prompt(64)
     rig.serve("cold", tokens)
     served = rig.arrive("warm", tokens)
