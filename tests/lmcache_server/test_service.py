@@ -194,6 +194,14 @@ def test_what_is_written_as_frames_comes_back_as_frames(bench: Bench) -> None:
     assert (bench.service.traffic.bytes_written, bench.service.traffic.bytes_read) == (3 * PART, PART + 3)
 
 
+def test_frames_that_wait_to_be_sent_are_not_changed_by_what_is_stored_meanwhile(bench: Bench) -> None:
+    me = bench.register()
+    bench.store(me, "a")
+    _, (frame,) = bench.ask_frames(m.Read(me, bench.acquire(me, "a").lease, (m.Piece(0, 0, 0, PART),)))
+    bench.memory[:] = bytes(len(bench.memory))
+    assert bytes(frame) == body("a", 0)
+
+
 def test_several_prompts_are_answered_in_their_order(bench: Bench) -> None:
     me = bench.register()
     bench.store(me, "ab")

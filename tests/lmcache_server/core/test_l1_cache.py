@@ -331,6 +331,21 @@ def test_a_use_of_a_prefix_protects_it_longer_than_what_follows() -> None:
     assert (cache.hit("ab"), cache.hit("xy")) == (1, 0)
 
 
+def test_what_is_left_of_a_prompt_is_as_recently_used_as_what_went() -> None:
+    cache = SmallCache(pool=4)
+    cache.store(1, "ab")
+    cache.store(1, "x")
+    cache.acquire(1, "ab")
+    cache.end(1)
+    # While somebody writes behind x, only b may go.
+    writing = cache.reserve(2, "xy")
+    cache.store(1, "m")
+    assert (cache.hit("ab"), cache.hit("x")) == (1, 1)
+    cache.abort(2, writing.reservation)
+    cache.store(1, "no")
+    assert (cache.hit("ab"), cache.hit("x")) == (1, 0)
+
+
 def test_a_store_evicts_as_much_as_it_needs_and_no_more() -> None:
     cache = SmallCache(pool=28)
     cache.store(1, "abcdefghijklmnopqr")
