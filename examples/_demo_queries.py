@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from _demo_setup import Setup
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import logging
 
 from lmcache_sdk import LMCacheSDKCacheKind
 from lmcache_sdk.attachment import attach
@@ -47,6 +48,7 @@ def query_cache(setup: Setup) -> Iterator[None]:
 
 def load_model(path: Path) -> PreTrainedModel:
     """The model in plain torch."""
+    logging.disable_progress_bar()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path)
     return model.eval()
 
