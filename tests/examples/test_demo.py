@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -50,6 +51,15 @@ class Demo:
         return self.process.returncode, output
 
     def leaves_nothing(self, port: str) -> bool:
+        """Soon after its end: a child that was starting just then hears of it a moment later."""
+        deadline = time.monotonic() + 20.0
+        while not self._left_nothing(port):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def _left_nothing(self, port: str) -> bool:
         """No segment of its own, and no process that knows its server's port."""
         named = f'"lmcache.mp.port": {port}'.encode(), f"--port\0{port}\0".encode()
         for command in Path("/proc").glob("[0-9]*/cmdline"):
