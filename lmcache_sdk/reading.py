@@ -16,7 +16,7 @@ from lmcache_sdk.errors import LMCacheSDKError, ServerRefused, ServerUnavailable
 from lmcache_sdk.heartbeat import Heartbeat
 from lmcache_sdk.views import ChunkGeometry
 from lmcache_server.protocol.errors import ErrorCode
-from lmcache_server.protocol.messages import Acquire, Acquired, End, Prompt, Release
+from lmcache_server.protocol.messages import Acquire, Acquired, End, Prompt
 
 __all__ = ["CacheView", "cached_chunks", "retrieve", "view"]
 
@@ -126,10 +126,11 @@ def _leased(attachment: Attachment, heartbeat: Heartbeat, prompt: Prompt, timeou
 
 
 def _give_back(attachment: Attachment, lease: int, prompt: Prompt, wait: float) -> None:
-    """Release and end. What the server does not hear it does by itself, when the lease or this client runs out."""
+    """End the attempt, which releases its lease.
+
+    What the server does not hear it does by itself, when the lease or this client runs out.
+    """
     try:
-        if lease:
-            attachment.connection.submit(Release(attachment.instance, (lease,)))
         attachment.connection.submit(End(attachment.instance, (prompt.session,))).poll(wait)
     except LMCacheSDKError as error:
         logger.debug("lease %d was not given back: %s", lease, error)
