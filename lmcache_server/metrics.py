@@ -34,6 +34,7 @@ METRICS = (
     Metric("refusals_total", "counter", "Messages answered with an error", "refusals"),
     Metric("faults_total", "counter", "Messages that met a fault of the server", "faults"),
     Metric("dropped_replies_total", "counter", "Replies whose receiver was gone", "dropped_replies"),
+    Metric("kv_events_dropped_total", "counter", "Events that a follower was too slow to fetch", "dropped_events"),
     Metric("frame_bytes_read_total", "counter", "Bytes sent as frames", "bytes_read"),
     Metric("frame_bytes_written_total", "counter", "Bytes received as frames", "bytes_written"),
     Metric("l1_memory_usage_bytes", "gauge", "Bytes of the pool in use", "used_bytes"),
@@ -43,6 +44,8 @@ METRICS = (
     Metric("read_leases", "gauge", "Read leases held", "read_leases"),
     Metric("reservations", "gauge", "Reservations open", "reservations"),
     Metric("active_sessions", "gauge", "Sessions under way", "active_sessions"),
+    Metric("kv_events_log_depth", "gauge", "Events that some follower has not fetched yet", "kept_events"),
+    Metric("kv_events_followers", "gauge", "Instances that follow the events", "event_followers"),
     Metric("instances", "gauge", "Registered instances", "instances"),
 )
 

@@ -78,6 +78,7 @@ class Service:
             "v1/abort": self._plain(self.abort),
             "v1/end": self._plain(self.end),
             "v1/explain": self._plain(self.explain),
+            "v1/events": self._plain(self.events),
             "v1/clear": self._plain(self.clear),
             "v1/status": self._plain(self.status),
             "v1/write": self.write,
@@ -220,6 +221,11 @@ class Service:
         instance, _ = self._instance(request.instance)
         self._check_prompts((request.prompt,))
         return explain(self._cache, instance.view, request.prompt)
+
+    def events(self, request: m.Events) -> m.EventsReply:
+        """Which chunks came and went."""
+        instance, _ = self._instance(request.instance)
+        return self._cache.journal.read(instance.id, instance.view.namespace, request.after, request.limit)
 
     # The bytes, where there is no shared memory.
 

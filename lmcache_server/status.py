@@ -109,6 +109,9 @@ class Status:
             "reservations": len(cache.writes),
             "active_sessions": len(self.sessions),
             "instances": len(self.instances),
+            "dropped_events": cache.journal.overflowed,
+            "kept_events": len(cache.journal),
+            "event_followers": cache.journal.followers,
         }
 
     def _usage_ratio(self) -> float:

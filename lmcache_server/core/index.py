@@ -73,12 +73,22 @@ class Node(Generic[T]):
         return nodes
 
 
+class Root(Node[T]):
+    """Where a tree begins: no chunk, only the key that its chunks are under."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: Hashable, seed: bytes) -> None:
+        super().__init__(None, seed, b"", b"", 0)
+        self.key = key
+
+
 class PrefixIndex(Generic[T]):
     """Trees of nodes by root key."""
 
     def __init__(self, hasher: ChunkHasher) -> None:
         self._hasher = hasher
-        self._roots: dict[Hashable, Node[T]] = {}
+        self._roots: dict[Hashable, Root[T]] = {}
         self.size = 0
         """How many nodes there are, roots not counted."""
 
@@ -86,7 +96,7 @@ class PrefixIndex(Generic[T]):
         """The root of `key`'s tree, made if it is not there."""
         root = self._roots.get(key)
         if root is None:
-            root = self._roots[key] = Node(None, self._hasher.root, b"", b"", 0)
+            root = self._roots[key] = Root(key, self._hasher.root)
         return root
 
     def find(self, key: Hashable) -> Node[T] | None:
@@ -96,6 +106,11 @@ class PrefixIndex(Generic[T]):
     def keys(self) -> Iterator[Any]:
         """The root key of every tree."""
         return iter(self._roots)
+
+    def key(self, node: Node[T]) -> Any:
+        """The root key of `node`'s tree."""
+        assert isinstance(node.root, Root)
+        return node.root.key
 
     def attached(self, node: Node[T]) -> bool:
         """Whether lookups can still reach `node`'s tree."""
@@ -108,7 +123,7 @@ class PrefixIndex(Generic[T]):
     def hit(self, key: Hashable, tokens: bytes, extras: Mapping[int, bytes] = _NO_EXTRAS) -> list[Node[T]]:
         """The longest run of complete nodes that `tokens` (uint32 bytes) begins with."""
         nodes: list[Node[T]] = []
-        node = self._roots.get(key)
+        node: Node[T] | None = self._roots.get(key)
         if node is None:
             return nodes
         size, digest = self._hasher.chunk_bytes, self._hasher.digest
@@ -129,7 +144,8 @@ class PrefixIndex(Generic[T]):
 
         Ends early at a node whose hash is equal and whose tokens are not: nothing can be stored beyond a collision.
         """
-        node, size = self.root(key), self._hasher.chunk_bytes
+        node: Node[T] = self.root(key)
+        size = self._hasher.chunk_bytes
         for i in range(len(tokens) // size):
             chunk, extra = tokens[i * size : (i + 1) * size], extras.get(i, b"")
             chunk_hash = self._hasher.chain(node.hash, chunk, extra)
@@ -149,7 +165,7 @@ class PrefixIndex(Generic[T]):
         if self.attached(node):
             self.size -= 1
 
-    def detach_all(self) -> list[Node[T]]:
+    def detach_all(self) -> list[Root[T]]:
         """Empty the index; the old roots come back, each marked so that `attached` is false for its nodes."""
         roots = list(self._roots.values())
         self._roots.clear()
@@ -163,6 +179,19 @@ class PrefixIndex(Generic[T]):
         for key, root in self._roots.items():
             for node in root.subtree()[1:]:
                 yield key, node
+
+    def below(self, key: Hashable) -> Iterator[Node[T]]:
+        """The nodes of `key`'s tree, parents before children, while the tree may change between any two of them.
+
+        A node that is there all the time is met exactly once, and none is met that is gone by then.
+        """
+        root = self._roots.get(key)
+        waiting = list(root.children.values()) if root is not None else []
+        while waiting:
+            node = waiting.pop()
+            if self.linked(node) and self.attached(node):
+                yield node
+                waiting.extend(node.children.values())
 
     def prune_roots(self) -> None:
         """Forget trees that hold nothing, so that a key once seen does not stay for ever."""

@@ -18,6 +18,7 @@ from operator import itemgetter
 from lmcache_server.core.allocator import Allocator
 from lmcache_server.core.eviction import LeafLRU
 from lmcache_server.core.index import PrefixIndex
+from lmcache_server.core.journal import Journal
 from lmcache_server.core.leases import Lease, LeaseTable
 from lmcache_server.core.memory_obj import Event, MemoryObj, State
 from lmcache_server.core.records import ChunkNode, Counters, Entry, GenerationTable, Limits, Reading, Reservation, View
@@ -45,6 +46,7 @@ class L1Cache:
         self.allocator = Allocator(limits.pool_bytes, limits.align_bytes)
         self.counters = Counters()
         self.index: PrefixIndex[MemoryObj] = PrefixIndex(hasher)
+        self.journal = Journal(self.index)
         self.reads: LeaseTable[Reading] = LeaseTable()
         self.writes: LeaseTable[Reservation] = LeaseTable()
         self.lost: LeaseTable[Reservation] = LeaseTable()
@@ -212,6 +214,7 @@ class L1Cache:
         """An instance is gone; if its process may still be running, what it was writing to is quarantined, else
         freed.
         """
+        self.journal.leave(owner)
         for read in self.reads.take_owner(owner):
             self._unhold(read)
         for write in self.writes.take_owner(owner):
@@ -252,6 +255,7 @@ class L1Cache:
             for node in reversed(root.subtree()[1:]):
                 self._prune(node)
         self._lru = LeafLRU(self.is_evictable)
+        self.journal.cleared()
         self.counters.cleared_objects += before - self.objects
         return before - self.objects, self.objects
 
@@ -328,6 +332,7 @@ class L1Cache:
 
     def _drop(self, node: ChunkNode) -> None:
         """Free a leaf's objects and take it out of its tree; its parent may be the next to go."""
+        self.journal.removed(node)
         for p, part in enumerate(node.parts):
             if part is not None:
                 self._free(part, Event.DROP)
@@ -373,6 +378,7 @@ class L1Cache:
             obj.apply(Event.COMMIT)
             node.missing -= 1
         node.writers -= 1
+        self.journal.stored(node)
         self._lru.touch(node)
         self._lru.offer(node)
         return True
@@ -396,6 +402,7 @@ class L1Cache:
 
     def _drop_subtree(self, node: ChunkNode) -> None:
         for below in reversed(node.subtree()):
+            self.journal.removed(below)
             for p, part in enumerate(below.parts):
                 if part is not None:
                     self._free(part, Event.LOSE if part.state is State.RESERVED else Event.DROP)

@@ -25,6 +25,7 @@ from enum import StrEnum
 from typing import Any
 
 from lmcache_server.protocol.errors import ErrorCode, ProtocolError, invalid
+from lmcache_server.protocol.events import Events, EventsReply
 from lmcache_server.protocol.keys import TOKEN_BYTES
 from lmcache_server.protocol.layout import Kind
 from lmcache_server.protocol.registration import (
@@ -43,9 +44,9 @@ from lmcache_server.protocol.registration import (
 
 __all__ = [
     "Abort", "AbortReply", "Acquire", "AcquireReply", "Acquired", "Clear", "ClearReply", "Commit", "CommitReply",
-    "CommitState", "Committed", "CommittedChunks", "Elsewhere", "End", "EndReply", "Explain", "ExplainReply",
-    "Hello", "HelloReply", "OPERATIONS", "Piece", "Ping", "PingReply", "ProcessId", "PROTOCOL_VERSION", "Prompt",
-    "Read", "ReadReply", "Refusal", "Register", "RegisterReply", "Release", "ReleaseReply", "Reserve",
+    "CommitState", "Committed", "CommittedChunks", "Elsewhere", "End", "EndReply", "Events", "EventsReply", "Explain",
+    "ExplainReply", "Hello", "HelloReply", "OPERATIONS", "Piece", "Ping", "PingReply", "ProcessId", "PROTOCOL_VERSION",
+    "Prompt", "Read", "ReadReply", "Refusal", "Register", "RegisterReply", "Release", "ReleaseReply", "Reserve",
     "ReserveReply", "Reserved", "SessionId", "SlotRef", "Status", "StatusReply", "Stop", "Transport", "Unregister",
     "UnregisterReply", "Write", "WriteReply", "check_salt", "pack_slots", "unpack_slots",
 ]  # fmt: skip
@@ -412,6 +413,7 @@ OPERATIONS: dict[str, tuple[type[Any], type[Any]]] = {
     "v1/write": (Write, WriteReply),
     "v1/read": (Read, ReadReply),
     "v1/explain": (Explain, ExplainReply),
+    "v1/events": (Events, EventsReply),
     "v1/clear": (Clear, ClearReply),
     "v1/status": (Status, StatusReply),
 }

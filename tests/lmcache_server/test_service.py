@@ -306,6 +306,21 @@ def test_a_question_without_a_lease_begins_no_session(bench: Bench) -> None:
     assert len(bench.sessions) == 0
 
 
+def test_the_events_of_ones_own_namespace_are_followed_until_one_leaves(bench: Bench) -> None:
+    me, other = bench.register(), bench.register(model_name="other")
+    bench.store(me, "a")
+    bench.store(other, "xyz")
+    first = bench.ask(m.Events(me))
+    assert ([event.tokens[:1] for event in first.events], first.lost) == ([b"a"], True)
+    bench.store(me, "ab")
+    following = bench.ask(m.Events(me, first.cursor))
+    assert ([event.tokens[:1] for event in following.events], following.lost) == ([b"b"], False)
+    assert bench.cache.journal.followers == 1
+    bench.ask(m.Unregister(me))
+    assert bench.cache.journal.followers == 0
+    assert refusal(bench, m.Events(me, following.cursor)).code is ErrorCode.UNKNOWN_INSTANCE
+
+
 def test_clear_and_status_answer_anybody(bench: Bench) -> None:
     bench.store(bench.register(), "abc")
     assert bench.ask(m.Clear()) == m.ClearReply(3, 0)

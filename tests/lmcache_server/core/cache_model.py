@@ -7,6 +7,7 @@ goes with the chunk that it builds on, with a clear, or by eviction, which is co
 A client writes only into slots that it was given, but it may be slow: it writes on until it knows that it lost them.
 """
 
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,13 @@ from tests.lmcache_server.core.small_cache import READ_TTL, WRITE_TTL, SmallCach
 
 Chunk = tuple[str, str]
 """Salt, and the text up to the chunk's end."""
+
+PROMPTS = ["a", "ab", "abc", "abcd", "abx", "abxy", "z"]
+SECONDS = [1.0, READ_TTL / 2, READ_TTL, WRITE_TTL]
+WEIGHTS = {
+    "reserve": 4, "store": 4, "write": 4, "commit": 4, "abort": 2, "meddle": 1, "acquire": 6, "renew": 1, "release": 3,
+    "end": 1, "leave": 1, "wait": 1, "clear": 0.3, "evict": 1,
+}  # fmt: skip
 
 STALE = ("stale", "", -1)
 
@@ -309,3 +317,36 @@ def _chunks_of(writers: list[Writer]) -> set[Chunk]:
 
 def _is_below(chunk: Chunk, heads: Iterable[Chunk]) -> bool:
     return any(chunk[0] == salt and chunk[1].startswith(text) for salt, text in heads)
+
+
+def random_step(model: CacheModel, chance: random.Random) -> None:
+    """Any client does anything."""
+    (step,) = chance.choices(list(WEIGHTS), list(WEIGHTS.values()))
+    client, text, name = chance.randrange(4), chance.choice(PROMPTS), chance.choice("qr")
+    salt = chance.choice(["", "", "", "s"])
+    writer = chance.choice([*model.writers.values(), None])
+    reader = chance.choice([*model.readers.values(), None])
+    if step in ("reserve", "store"):
+        getattr(model, step)(client, text, name, salt)
+    elif step == "write" and writer:
+        model.write(writer, {i for i in writer.chunks if chance.random() < 0.8})
+    elif step in ("commit", "abort") and writer:
+        getattr(model, step)(writer)
+    elif step == "meddle" and writer:
+        model.meddle(client, writer)
+    elif step == "acquire":
+        model.acquire(client, text, name, salt, chance.choice([0, 0, 1, 2]), chance.random() < 0.8)
+    elif step == "renew" and reader:
+        model.renew(reader)
+    elif step == "release" and reader:
+        model.release(client, reader)
+    elif step == "end":
+        model.end(client, name)
+    elif step == "leave":
+        model.leave(client, chance.random() < 0.5)
+    elif step == "wait":
+        model.wait(chance.choice(SECONDS))
+    elif step == "clear":
+        model.clear()
+    elif step == "evict":
+        model.evict(chance.randint(1, 3))

@@ -168,3 +168,29 @@ def test_a_hit_is_the_longest_prefix_of_anything_stored(
     assert b"".join(node.tokens for node in hit) == tokens(*asked)[: len(hit) * chunk_size * 4]
     prefixes = {tuple(chunks(prompt)[:n]) for prompt in stored for n in range(1, len(chunks(prompt)) + 1)}
     assert index.size == len(prefixes) == len(list(index.nodes()))
+
+
+def test_a_walk_over_a_changing_tree_meets_what_stays_once_and_nothing_that_is_gone(
+    index: PrefixIndex[str],
+) -> None:
+    branches = [fill(index, "k", tokens(first, 7, 8)) for first in range(5)]
+    walk = index.below("k")
+    met = [next(walk)]
+    gone = next(branch for branch in branches if branch[0] is not met[0])
+    for node in reversed(gone):
+        index.remove(node)
+    for node in walk:
+        met.append(node)
+        fill(index, "k", tokens(100 + len(met) % 3, 9))
+    assert len(set(met)) == len(met)
+    stays = {node for branch in branches if branch is not gone for node in branch}
+    assert stays <= set(met) and not set(gone) & set(met)
+    assert [node for node in index.below("k") if index.key(node) != "k"] == list(index.below("nobody")) == []
+
+
+def test_a_walk_ends_with_its_tree(index: PrefixIndex[str]) -> None:
+    fill(index, "k", tokens(1, 2, 3))
+    walk = index.below("k")
+    next(walk)
+    index.detach_all()
+    assert list(walk) == []

@@ -11,13 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.lmcache_server.core.cache_model import CacheModel, Reader, Writer
-from tests.lmcache_server.core.small_cache import READ_TTL, WRITE_TTL
+from tests.lmcache_server.core.cache_model import PROMPTS, SECONDS, CacheModel, Reader, Writer, random_step
 
-PROMPTS = ["a", "ab", "abc", "abcd", "abx", "abxy", "z"]
 CLIENTS, TEXTS, NAMES = st.integers(0, 3), st.sampled_from(PROMPTS), st.sampled_from("qr")
 SALTS = st.sampled_from(["", "s"])
-SECONDS = [1.0, READ_TTL / 2, READ_TTL, WRITE_TTL]
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -102,44 +99,12 @@ class CacheMachine(RuleBasedStateMachine):
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=100, stateful_step_count=40)
 
-WEIGHTS = {
-    "reserve": 4, "store": 4, "write": 4, "commit": 4, "abort": 2, "meddle": 1, "acquire": 6, "renew": 1, "release": 3,
-    "end": 1, "leave": 1, "wait": 1, "clear": 0.3, "evict": 1,
-}  # fmt: skip
-
 
 def walk(seed: int, steps: int) -> None:
     chance = random.Random(seed)
     model = CacheModel(chance.randint(2, 10), chance.randint(1, 2))
-    for step in chance.choices(list(WEIGHTS), WEIGHTS.values(), k=steps):
-        client, text, name = chance.randrange(4), chance.choice(PROMPTS), chance.choice("qr")
-        salt = chance.choice(["", "", "", "s"])
-        writer = chance.choice([*model.writers.values(), None])
-        reader = chance.choice([*model.readers.values(), None])
-        if step in ("reserve", "store"):
-            getattr(model, step)(client, text, name, salt)
-        elif step == "write" and writer:
-            model.write(writer, {i for i in writer.chunks if chance.random() < 0.8})
-        elif step in ("commit", "abort") and writer:
-            getattr(model, step)(writer)
-        elif step == "meddle" and writer:
-            model.meddle(client, writer)
-        elif step == "acquire":
-            model.acquire(client, text, name, salt, chance.choice([0, 0, 1, 2]), chance.random() < 0.8)
-        elif step == "renew" and reader:
-            model.renew(reader)
-        elif step == "release" and reader:
-            model.release(client, reader)
-        elif step == "end":
-            model.end(client, name)
-        elif step == "leave":
-            model.leave(client, chance.random() < 0.5)
-        elif step == "wait":
-            model.wait(chance.choice(SECONDS))
-        elif step == "clear":
-            model.clear()
-        elif step == "evict":
-            model.evict(chance.randint(1, 3))
+    for _ in range(steps):
+        random_step(model, chance)
     model.finish()
 
 

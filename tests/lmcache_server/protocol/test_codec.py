@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lmcache_server.protocol.codec import MAX_ARRAY, MAX_VALUES, decode, encode, from_map, to_map, unpack
 from lmcache_server.protocol.errors import ErrorCode, ProtocolError
+from lmcache_server.protocol.events import MAX_EVENTS, Events
 from lmcache_server.protocol.layout import ITEM_BYTES, CacheLayout, KernelGroup, Kind
 from lmcache_server.protocol.messages import (
     OPERATIONS,
@@ -66,6 +67,7 @@ CHECKED = {
         st.deferred(lambda: CHECKED[Prompt]),
         st.integers(0, 9),
     ),
+    Events: st.builds(Events, INT64, st.none() | INT64, st.integers(1, MAX_EVENTS)),
 }
 """How to build what checks its own fields; every other message is built from its annotations."""
 
