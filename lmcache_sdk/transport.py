@@ -55,7 +55,8 @@ SOCKET_OPTIONS = {
 }
 
 EVENTS, POLLIN, POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
-"""As enums they would cost more than the calls that they are used in."""
+NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""As enums they would cost more than the calls that they are used in; so would pyzmq's own multipart calls."""
 
 
 _OPERATION_OF: dict[type[Any], tuple[str, bytes, type[Any]]] = {
@@ -309,7 +310,9 @@ class ServerConnection:
         pending, parts = self._outbox[0]
         if not pending._settled and time.monotonic() < pending._deadline:
             try:
-                self._socket.send_multipart(parts, zmq.NOBLOCK)
+                for part in parts[:-1]:
+                    self._socket.send(part, MORE)
+                self._socket.send(parts[-1], NOBLOCK)
             except zmq.Again:
                 return False
             pending._sent = True

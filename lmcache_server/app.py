@@ -106,7 +106,7 @@ def _dialects(service: Service, compat: Compat) -> Handler:
     """Two dialects on one socket: numbers and their names are LMCache's, all else is ours."""
 
     def answer(operation: bytes, frames: Sequence[Buffer]) -> list[Buffer]:
-        if compat.speaks(operation):
+        if not service.speaks(operation) and compat.speaks(operation):
             return compat.handle(operation, frames)
         return [operation, *service.handle(operation, frames)]
 

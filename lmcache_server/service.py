@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgpack
+
 from lmcache_server.core.explain import explain
 from lmcache_server.core.instances import Instance, InstanceTable
 from lmcache_server.core.l1_cache import L1Cache
@@ -28,6 +30,10 @@ Buffer = bytes | memoryview
 MAX_INSTANCES = 4096
 MAX_CHUNKS = 1 << 20
 """Chunks of one prompt; more is a mistake of the sender."""
+
+
+_NAMES = {msgpack.packb(name): name for name in m.OPERATIONS}
+"""Operations as they are written on the wire; only what is not found here has to be read."""
 
 
 @dataclass(slots=True)
@@ -85,11 +91,16 @@ class Service:
             "v1/read": self.read,
         }
 
+    @staticmethod
+    def speaks(operation: bytes) -> bool:
+        """Whether `operation` is one of this dialect, written in the usual way."""
+        return operation in _NAMES
+
     def handle(self, operation: bytes, frames: Sequence[Buffer]) -> list[Buffer]:
         """The reply's frames after uid and operation: the message, then raw frames if there are any."""
         self.traffic.requests += 1
         try:
-            name = _operation_name(operation)
+            name = _NAMES.get(operation) or _operation_name(operation)
             request = m.OPERATIONS.get(name)
             if request is None:
                 known = ", ".join(m.OPERATIONS)

@@ -1,7 +1,6 @@
 """`lmcache server`: settings from flags, environment and file, then serve until told to stop."""
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
@@ -36,6 +35,8 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve; 0 after a graceful stop, 2 if the settings cannot work."""
+    import uvloop
+
     from lmcache_server.app import serve
     from lmcache_server.io.shm import PoolError
     from lmcache_server.io.zmq_server import BindError
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         settings = load(options, os.environ)
         _set_up_logging(settings)
-        asyncio.run(serve(settings))
+        uvloop.run(serve(settings))
     except (SettingsError, BindError, PoolError) as error:
         print(f"lmcache server: error: {error}", file=sys.stderr)
         return 2

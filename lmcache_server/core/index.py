@@ -1,8 +1,8 @@
 """The prefix tree: which chunks follow which.
 
-One tree per root key (namespace and salt); a node is one chunk in the context of everything before it. A child is found
-by its chained hash and taken only if its tokens and extras are equal too: **a hit is never taken on the hash's
-word**, so a collision, found or forged, costs a miss and never serves wrong KV.
+One tree per root key (namespace and salt); a node is one chunk in the context of everything before it. Among several
+children one is found by its chained hash, and any is taken only if its tokens and extras are equal: **a hit is never
+taken on the hash's word**, so a collision, found or forged, costs a miss and never serves wrong KV.
 
 A node holds one object per part (shard and kernel group). It is complete when none of them is missing; only an
 unbroken run of complete nodes from the root is a hit.
@@ -126,12 +126,18 @@ class PrefixIndex(Generic[T]):
         node: Node[T] | None = self._roots.get(key)
         if node is None:
             return nodes
-        size, digest = self._hasher.chunk_bytes, self._hasher.digest
+        size, same = self._hasher.chunk_bytes, tokens.startswith
         for i in range(len(tokens) // size):
-            chunk = tokens[i * size : (i + 1) * size]
             extra = extras.get(i, b"") if extras else b""
-            child = node.children.get(digest(node.hash + chunk + extra))
-            if child is None or child.missing or child.tokens != chunk or child.extras != extra:
+            children = node.children
+            if len(children) == 1:  # nothing to choose, so no hash is needed: the tokens decide anyway
+                (child,) = children.values()
+            else:
+                found = children.get(self._hasher.chain(node.hash, tokens[i * size : (i + 1) * size], extra))
+                if found is None:
+                    break
+                child = found
+            if child.missing or not same(child.tokens, i * size) or child.extras != extra:
                 break
             nodes.append(child)
             node = child

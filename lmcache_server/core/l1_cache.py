@@ -27,6 +27,9 @@ from lmcache_server.protocol.messages import Acquired, CommitState, Committed, P
 
 __all__ = ["L1Cache"]
 
+NO_SLOT = pack_slots([0, 0])
+"""In the place of a part that is not to be filled."""
+
 
 class L1Cache:
     """The pool's contents. `generations` has one entry per alignment unit of the pool and is kept current for
@@ -262,12 +265,9 @@ class L1Cache:
     # Objects.
 
     def _slots(self, nodes: list[ChunkNode], own: range) -> bytes:
-        numbers: list[int] = []
-        for node in nodes:
-            for part in node.parts[own.start : own.stop]:
-                assert part is not None
-                numbers += (part.offset, part.generation)
-        return pack_slots(numbers)
+        slots = [part.slot for node in nodes for part in node.parts[own.start : own.stop] if part is not None]
+        assert len(slots) == len(nodes) * len(own)
+        return b"".join(slots)
 
     def _allocate_parts(
         self, node: ChunkNode, absent: list[int], part_bytes: tuple[int, ...]
@@ -437,10 +437,8 @@ class L1Cache:
 
 def _slots_to_fill(own: range, entries: list[Entry]) -> bytes:
     """A slot for every own part of each chunk; one that is not to be filled has offset and generation 0."""
-    numbers: list[int] = []
+    slots: list[bytes] = []
     for _, _, taken in entries:
-        to_fill = dict(taken)
-        for part in own:
-            obj = to_fill.get(part)
-            numbers += (obj.offset, obj.generation) if obj is not None else (0, 0)
-    return pack_slots(numbers)
+        to_fill = {part: obj.slot for part, obj in taken}
+        slots += [to_fill.get(part, NO_SLOT) for part in own]
+    return b"".join(slots)

@@ -9,6 +9,8 @@ FREED        the bytes belong to the allocator again
 
 from enum import Enum
 
+from lmcache_server.protocol.messages import pack_slots, unpack_slots
+
 __all__ = ["TRANSITIONS", "Event", "IllegalTransition", "MemoryObj", "State"]
 
 
@@ -55,12 +57,13 @@ class MemoryObj:
     nobody.
     """
 
-    __slots__ = ("generation", "length", "offset", "refs", "state", "written")
+    __slots__ = ("length", "offset", "refs", "slot", "state", "written")
 
     def __init__(self, offset: int, length: int, generation: int) -> None:
         self.offset = offset
         self.length = length
-        self.generation = generation
+        self.slot = pack_slots([offset, generation])
+        """Where it is and its generation, as they travel: packed once, sent with every hit."""
         self.state = State.RESERVED
         self.refs = 0
         self.written = 0
@@ -68,6 +71,11 @@ class MemoryObj:
 
     def __repr__(self) -> str:
         return f"<MemoryObj {self.state.value} @{self.offset}+{self.length} gen={self.generation} refs={self.refs}>"
+
+    @property
+    def generation(self) -> int:
+        """What readers compare with the pool's table, to learn whether the bytes are still this object's."""
+        return unpack_slots(self.slot)[0].generation
 
     def apply(self, event: Event) -> None:
         """Move to the next state; raises IllegalTransition if there is none, or if a held object would be dropped."""

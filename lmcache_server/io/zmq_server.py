@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import zmq
 
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 Buffer = bytes | memoryview
 Handler = Callable[[bytes, Sequence[Buffer]], list[Buffer]]
 
+# As enums they would cost more than the calls that they are used in.
+_EVENTS, _POLLIN, _NOBLOCK, _MORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _BURST = 64
 _MAX_FRAME_BYTES = 128 * 2**20
 _WAITING_MESSAGES = 64
@@ -73,13 +76,15 @@ class ZmqServer:
     def drain(self) -> None:
         """Answer what is waiting; what a burst leaves over is answered in the loop's next round."""
         for _ in range(_BURST):
-            if self._socket.closed or not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            if self._socket.closed or not cast(int, self._socket.get(_EVENTS)) & _POLLIN:
                 return
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=True)
+                frames = [self._socket.recv(_NOBLOCK, copy=False)]
+                while frames[-1].more:
+                    frames.append(self._socket.recv(_NOBLOCK, copy=False))
             except zmq.Again:
                 return
-            self._answer(parts)
+            self._answer(frames)
         if self._loop is not None and not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._drain_on)
@@ -96,17 +101,21 @@ class ZmqServer:
         self._scheduled = False
         self.drain()
 
-    def _answer(self, parts: list[bytes]) -> None:
+    def _answer(self, frames: list[zmq.Frame]) -> None:
         assert self._handler is not None
-        identity, *message = parts
-        uid, operation, *payload = [*message, b"", b""][: max(2, len(message))]
-        reply = [uid, *self._handler(operation, payload)]
+        identity, *message = frames
+        uid, operation, *payload = [*map(_taken, message), b"", b""][: max(2, len(message))]
+        reply = [uid, *self._handler(bytes(operation), payload)]
         size = sum(map(len, reply))
         try:
             if size < _LARGE:
-                self._socket.send_multipart([identity, *reply], zmq.NOBLOCK, copy=True)
+                send = self._socket.send
+                send(identity, _MORE)
+                for part in reply[:-1]:
+                    send(part, _MORE)
+                send(reply[-1], _NOBLOCK)
             else:
-                self._send_large(identity, reply, size)
+                self._send_large(identity.bytes, reply, size)
         except zmq.ZMQError as error:
             # The peer is gone, or does not read: its own deadline tells it.
             self.dropped_replies += 1
@@ -128,3 +137,8 @@ class ZmqServer:
         assert tracker is not None
         waiting.append((size, tracker))
         self._unread[identity] = waiting
+
+
+def _taken(frame: zmq.Frame) -> Buffer:
+    """What a frame holds; a large one is not copied."""
+    return frame.bytes if len(frame) < _LARGE else frame.buffer

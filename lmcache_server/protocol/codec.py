@@ -32,6 +32,9 @@ MAX_ARRAY = 1 << 17
 MAX_VALUES = 1 << 20
 """Values of all arrays and maps of a message together."""
 
+_PLAIN = frozenset({int, bytes, str, float, bool, type(None)})
+"""What goes on the wire as it is."""
+
 M = TypeVar("M")
 Decoder = Callable[[Any, str], Any]
 
@@ -58,9 +61,11 @@ def unpack(data: bytes | memoryview, *, longest: int = MAX_ARRAY, most: int = MA
         return values
 
     longest = min(longest, len(data))
+    # Each value takes a byte at least: a message of no more bytes than values that it may hold need not be counted.
+    hook = count if len(data) > most else None
     try:
         return msgpack.unpackb(
-            data, strict_map_key=False, list_hook=count, object_hook=count, max_array_len=longest, max_map_len=longest
+            data, strict_map_key=False, list_hook=hook, object_hook=hook, max_array_len=longest, max_map_len=longest
         )
     # A map whose key is an array or a map is a TypeError of the decoder.
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
@@ -75,13 +80,18 @@ def from_map(cls: type[M], value: Any, path: str = "") -> M:
 
 def to_map(value: Any) -> Any:
     """`value` with every dataclass in it turned into the map that goes on the wire."""
-    if isinstance(value, (int, bytes, str, float, bool)) or value is None:
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, StrEnum):
         return value
-    if isinstance(value, (tuple, list)):
-        return [to_map(item) for item in value]
-    if isinstance(value, dict):
-        return {key: to_map(item) for key, item in value.items()}
-    return {name: to_map(getattr(value, name)) for name in _field_names(typing.cast(Hashable, type(value)))}
+    if kind is tuple or kind is list:
+        return [item if type(item) in _PLAIN else to_map(item) for item in value]
+    if kind is dict:
+        return {key: item if type(item) in _PLAIN else to_map(item) for key, item in value.items()}
+    fields = {}
+    for name in _field_names(typing.cast(Hashable, kind)):
+        item = getattr(value, name)
+        fields[name] = item if type(item) in _PLAIN else to_map(item)
+    return fields
 
 
 @cache
@@ -161,7 +171,7 @@ def _dict_decoder(key: Decoder, item: Decoder) -> Decoder:
 
 def _dataclass_decoder(cls: type) -> Decoder:
     hints = typing.get_type_hints(cls)
-    decoders = {field.name: _decoder(hints[field.name]) for field in dataclasses.fields(cls)}
+    decoders = {field.name: (hints[field.name], _decoder(hints[field.name])) for field in dataclasses.fields(cls)}
     required = {
         field.name
         for field in dataclasses.fields(cls)
@@ -174,10 +184,11 @@ def _dataclass_decoder(cls: type) -> Decoder:
         prefix = f"{path}." if path else ""
         arguments = {}
         for name, item in value.items():
-            decoder = decoders.get(name)
-            if decoder is None:
+            known = decoders.get(name)
+            if known is None:
                 raise invalid(prefix + _shown(name).strip("'"), f"unknown field; known are {', '.join(decoders)}")
-            arguments[name] = decoder(item, prefix + name)
+            kind, decoder = known
+            arguments[name] = item if type(item) is kind else decoder(item, prefix + name)
         if not required <= arguments.keys():
             raise invalid(f"{prefix}{min(required - arguments.keys())}", "missing")
         try:

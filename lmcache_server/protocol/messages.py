@@ -96,9 +96,9 @@ class Prompt:
             raise invalid("tokens", f"expected uint32 tokens, got {len(self.tokens)} bytes, not a multiple of 4")
         if self.salt:
             check_salt(self.salt)
-        if any(index < 0 for index in self.extras):
+        if self.extras and min(self.extras) < 0:
             raise invalid("extras", f"expected chunk indices from 0, got {min(self.extras)}")
-        if any(len(extra) > MAX_EXTRA for extra in self.extras.values()):
+        if self.extras and max(map(len, self.extras.values())) > MAX_EXTRA:
             raise invalid("extras", f"expected at most {MAX_EXTRA} bytes per chunk; send a digest instead")
 
 
@@ -118,9 +118,10 @@ class Acquire:
     def __post_init__(self) -> None:
         if self.first and len(self.first) != len(self.prompts):
             raise invalid("first", f"expected one per prompt ({len(self.prompts)}) or none, got {len(self.first)}")
-        if any(index < 0 for index in self.first):
+        if self.first and min(self.first) < 0:
             raise invalid("first", f"expected chunk indices from 0, got {min(self.first)}")
-        if self.lease and len({prompt.session for prompt in self.prompts}) != len(self.prompts):
+        several = self.lease and len(self.prompts) > 1
+        if several and len({prompt.session for prompt in self.prompts}) != len(self.prompts):
             raise invalid("prompts", "expected a session of its own for each prompt: a session holds one read lease")
 
 

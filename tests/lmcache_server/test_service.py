@@ -372,6 +372,13 @@ def test_a_missing_message_and_frames_too_many_are_refused(bench: Bench) -> None
     assert (bench.service.traffic.requests, bench.service.traffic.refusals) == (2, 2)
 
 
+def test_an_operation_is_known_however_its_name_is_written(bench: Bench) -> None:
+    usual, longer = msgpack.packb("v1/ping"), b"\xd9\x07v1/ping"
+    assert bench.service.speaks(usual) and not bench.service.speaks(msgpack.packb("v1/pong"))
+    replies = {bytes(bench.service.handle(name, [codec.encode(m.Ping())])[0]) for name in (usual, longer)}
+    assert replies == {codec.encode(m.PingReply(bench.hello.incarnation, True, 0))}
+
+
 def test_a_fault_of_the_server_is_answered_counted_and_logged(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
