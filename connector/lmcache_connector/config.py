@@ -34,6 +34,8 @@ class ConnectorConfig:
     loads: bool
     fails_on_load_errors: bool
     """Whether the engine answers a failed load with an error to the user instead of computing."""
+    publishes_events: bool = False
+    """Whether the engine publishes KV events."""
 
 
 def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> ConnectorConfig:
@@ -43,6 +45,7 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
     settings = read_settings(transfer.kv_connector_extra_config)
     _refuse_unsupported(vllm_config)
     layers, spec = _one_group(kv_cache_config)
+    events = vllm_config.kv_events_config
     return ConnectorConfig(
         settings=settings,
         model_name=vllm_config.model_config.model,
@@ -54,6 +57,7 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
         stores=transfer.is_kv_producer,
         loads=transfer.is_kv_consumer,
         fails_on_load_errors=transfer.kv_load_failure_policy == "fail",
+        publishes_events=events is not None and events.enable_kv_cache_events,
     )
 
 

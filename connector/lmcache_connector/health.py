@@ -2,8 +2,9 @@
 
 A thread sends signs of life over a connection of its own, so a long copy delays none. It notices that the server is
 away, was restarted (another incarnation) or forgot us, and makes a new attachment when there is a server to attach to;
-nobody else waits for that. Whoever moves data reads `attachment` once per operation and uses that one, and says `lost`
-when it does not answer: from then on nobody asks the server anything until the thread has heard from it.
+nobody else waits for that. If KV events are published, it asks for them too. Whoever moves data reads `attachment` once
+per operation and uses that one, and says `lost` when it does not answer: from then on nobody asks the server anything
+until the thread has heard from it.
 """
 
 import logging
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from lmcache_connector.config import ConnectorConfig, check_chunk_size
+from lmcache_connector.events import EventFeed
 from lmcache_connector.settings import Settings
 from lmcache_sdk.attachment import Attachment, attach
 from lmcache_sdk.errors import LMCacheSDKError, ServerRefused, ServerUnavailable
@@ -58,13 +60,20 @@ def attacher(config: ConnectorConfig, role: str, worker_id: int | None) -> Attac
 class ServerLink:
     """Keeps one attachment of one half of the connector alive."""
 
-    def __init__(self, settings: Settings, attach: Attach, leases: Callable[[], Sequence[int]] = tuple) -> None:
-        """`leases` tells which leases are in use and must not run out."""
+    def __init__(
+        self,
+        settings: Settings,
+        attach: Attach,
+        leases: Callable[[], Sequence[int]] = tuple,
+        feed: EventFeed | None = None,
+    ) -> None:
+        """`leases` tells which leases are in use and must not run out; `feed` is kept up to date."""
         self.attachment: Attachment | None = None
         self.url = settings.url
         self._settings = settings
         self._attach = attach
         self._leases = leases
+        self._feed = feed
         self._data = ServerConnection(settings.url, timeout=settings.timeout)
         self._pulse = ServerConnection(settings.url, timeout=settings.timeout)
         self._registered: Attachment | None = None
@@ -148,6 +157,7 @@ class ServerLink:
                 raise
             if reply.known and reply.incarnation == registered.incarnation:
                 self._publish(registered)
+                self._follow(registered)
                 return
             self._withdraw(registered)
             self._registered = None
@@ -159,6 +169,11 @@ class ServerLink:
         attachment = self._attach(self._data)
         self._registered = attachment
         self._publish(attachment)
+        self._follow(attachment)
+
+    def _follow(self, attachment: Attachment) -> None:
+        if self._feed is not None:
+            self._feed.poll(self._pulse, attachment)
 
     def _publish(self, attachment: Attachment) -> None:
         with self._change:
@@ -169,6 +184,8 @@ class ServerLink:
         logger.info("using the cache server at %s (%s)", self.url, attachment.hello.transport.value)
 
     def _withdraw(self, attachment: Attachment) -> None:
+        if self._feed is not None:
+            self._feed.withdraw()
         with self._change:
             if self.attachment is attachment:
                 self.attachment = None

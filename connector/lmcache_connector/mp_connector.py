@@ -5,9 +5,15 @@ The class is chosen by `"kv_connector": "LMCacheMPConnector"` (see plugin), or b
 layers of a model with sliding windows as full attention, which is what we store.
 """
 
+# ruff: noqa: E402
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from lmcache_connector.versions import check_vllm, warn_if_untested
+
+check_vllm()  # before anything is taken from vLLM that another version may not have
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -15,10 +21,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from lmcache_connector.config import read_config
 from lmcache_connector.metadata import StepPlan, StoreOutcome
 from lmcache_connector.scheduler import SchedulerHalf
+from lmcache_connector.stats import CacheProm, CacheStats
 from lmcache_connector.worker import WorkerHalf, make_copier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -39,6 +47,8 @@ class LMCacheMPConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            warn_if_untested()
         self._config = read_config(vllm_config, kv_cache_config)
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
@@ -66,6 +76,22 @@ class LMCacheMPConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """The half that a connector with role WORKER has, once its KV caches are registered."""
         assert self._worker_half is not None, "a hook of a worker was called before register_kv_caches"
         return self._worker_half
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CacheStats:
+        """The statistics in `data`, which stays as it is."""
+        return CacheStats().aggregate(CacheStats(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> CacheProm:
+        """The statistics as Prometheus metrics."""
+        return CacheProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Leave the server."""
@@ -139,6 +165,11 @@ class LMCacheMPConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """The request is over; its blocks may be freed at once."""
         self.scheduler_half.finished(request)
         return False, None
+
+    def take_events(self) -> list["KVCacheEvent"]:
+        """What came to the cache server and went from it since the last call."""
+        feed = self.scheduler_half.feed
+        return feed.take() if feed is not None else []
 
     def reset_cache(self) -> bool | None:
         """Make the server forget everything that it has cached, for all engines."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_connector.config import ConnectorConfig
+from lmcache_connector.events import EventFeed
 from lmcache_connector.health import ServerLink, attacher
 from lmcache_connector.identity import PromptIdentity, bypass_reason, prompt_identity
 from lmcache_connector.metadata import LoadJob, StepPlan, StoreJob, StoreOutcome
@@ -98,7 +99,8 @@ class SchedulerHalf:
         self._loading: dict[str, Loading] = {}
         self._loads: list[LoadJob] = []
         self._patience = PATIENCE
-        self.link = ServerLink(config.settings, attacher(config, "scheduler", None), self._leases)
+        self.feed = EventFeed() if config.publishes_events else None
+        self.link = ServerLink(config.settings, attacher(config, "scheduler", None), self._leases, self.feed)
         self.link.start()
 
     # --- requests ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tests.engine import connector_config, tiny_model
 
 pytest.importorskip("vllm")
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -74,6 +74,15 @@ def test_the_role_decides_who_stores_and_who_loads(
 ) -> None:
     config = read_config(changed(vllm_config, "kv_transfer_config", kv_role=role), caches((NAMES, SPEC)))
     assert (config.stores, config.loads) == (stores, loads)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_kv_events_are_published_if_the_engine_does(vllm_config: VllmConfig, enabled: bool) -> None:
+    events = KVEventsConfig(enable_kv_cache_events=enabled, publisher="null")
+    config = changed(vllm_config, "parallel_config")
+    config.__dict__["kv_events_config"] = events
+    assert read_config(config, caches((NAMES, SPEC))).publishes_events is enabled
+    assert not read_config(vllm_config, caches((NAMES, SPEC))).publishes_events
 
 
 def test_whatever_shapes_kv_changes_the_revision(vllm_config: VllmConfig, tmp_path: Any) -> None:
