@@ -4,7 +4,7 @@ Nothing wrong is ever handed out: a slot is checked after it was copied, and onl
 changed count. The lease is kept alive while it is used and given back however the reading ends.
 """
 
-import logging
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import overload
@@ -12,18 +12,17 @@ from typing import overload
 import torch
 
 from lmcache_sdk.attachment import Attachment
-from lmcache_sdk.errors import LMCacheSDKError, ServerRefused, ServerUnavailable
+from lmcache_sdk.errors import LMCacheSDKError, ServerRefused
 from lmcache_sdk.heartbeat import Heartbeat
+from lmcache_sdk.lazy import Lazy
 from lmcache_sdk.views import ChunkGeometry
 from lmcache_server.protocol.errors import ErrorCode
 from lmcache_server.protocol.messages import Acquire, Acquired, End, Prompt
 
 __all__ = ["CacheView", "cached_chunks", "retrieve", "view"]
 
-logger = logging.getLogger(__name__)
-
 FAREWELL_SECONDS = 1.0
-"""How long a reader that has all it wanted waits to hear that its lease ended."""
+"""How long a reader's farewell may wait for a connection."""
 
 
 class CacheView(Sequence[torch.Tensor]):
@@ -33,15 +32,15 @@ class CacheView(Sequence[torch.Tensor]):
     joined, which copies.
     """
 
-    def __init__(self, chunks: list[torch.Tensor], chunk_size: int) -> None:
+    def __init__(self, chunks: Sequence[torch.Tensor], chunk_size: int) -> None:
         self.tokens = len(chunks) * chunk_size
         self._chunks = chunks
 
     @overload
     def __getitem__(self, index: int) -> torch.Tensor: ...
     @overload
-    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
-    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
         """One chunk, or some."""
         return self._chunks[index]
 
@@ -100,7 +99,9 @@ def view(
     """
     with _leased(attachment, heartbeat, prompt, timeout) as acquired:
         slots = attachment.transfer.readable(acquired) if acquired.chunks else []
-        yield CacheView(_joined(geometry, slots), geometry.tokens)
+        shards = geometry.shards
+        chunks = Lazy(len(slots) // shards, lambda i: _joined(geometry, slots[i * shards : (i + 1) * shards]))
+        yield CacheView(chunks, geometry.tokens)
         changed = attachment.transfer.verify(acquired).count(False) if slots else 0
     if changed:
         raise LMCacheSDKError(
@@ -111,36 +112,29 @@ def view(
 
 @contextmanager
 def _leased(attachment: Attachment, heartbeat: Heartbeat, prompt: Prompt, timeout: float) -> Iterator[Acquired]:
-    lease, farewell = 0, FAREWELL_SECONDS
     try:
         request = Acquire(attachment.instance, (prompt,))
         (acquired,) = attachment.connection.request(request, timeout=timeout).results
-        lease = acquired.lease
-        with heartbeat.holding(lease):
+        with heartbeat.holding(acquired.lease):
             yield acquired
-    except ServerUnavailable:
-        farewell = 0.0
-        raise
     finally:
-        _give_back(attachment, lease, prompt, farewell)
+        _give_back(attachment, prompt)
 
 
-def _give_back(attachment: Attachment, lease: int, prompt: Prompt, wait: float) -> None:
-    """End the attempt, which releases its lease.
+def _give_back(attachment: Attachment, prompt: Prompt) -> None:
+    """End the attempt, which releases its lease; nobody waits for the answer.
 
-    What the server does not hear it does by itself, when the lease or this client runs out.
+    What is asked after it over this connection is answered after it. What the server does not hear it does by itself,
+    when the lease or this client runs out.
     """
-    try:
-        attachment.connection.submit(End(attachment.instance, (prompt.session,))).poll(wait)
-    except LMCacheSDKError as error:
-        logger.debug("lease %d was not given back: %s", lease, error)
+    with contextlib.suppress(LMCacheSDKError):
+        attachment.connection.submit(End(attachment.instance, (prompt.session,)), timeout=FAREWELL_SECONDS)
 
 
-def _joined(geometry: ChunkGeometry, slots: list[torch.Tensor]) -> list[torch.Tensor]:
-    parts = [geometry.view(slot) for slot in slots]
-    if geometry.shards == 1:
-        return parts
-    return [torch.cat(parts[i : i + geometry.shards], dim=3) for i in range(0, len(parts), geometry.shards)]
+def _joined(geometry: ChunkGeometry, slots: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One chunk out of its shards."""
+    shards = [geometry.view(slot) for slot in slots]
+    return shards[0] if len(shards) == 1 else torch.cat(shards, dim=3)
 
 
 def _leading(verified: list[bool]) -> int:

@@ -11,17 +11,23 @@ import errno
 import mmap
 import os
 import stat
+from typing import Any
 
+import numpy as np
 import torch
 
 from lmcache_sdk.errors import LMCacheSDKError
 
-__all__ = ["PoolForbidden", "SharedPool"]
+__all__ = ["Integers", "PoolForbidden", "SharedPool"]
 
 SHM_ROOT = "/dev/shm"
 MARK = b"lmcache-pool-v1\0"
 GENERATION_BYTES = 8
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; the mmap module has no name for it
+
+
+Integers = np.ndarray[Any, Any]
+"""One dimension of offsets, lengths or generations: NumPy's, whose calls cost a tenth of torch's."""
 
 
 class PoolForbidden(LMCacheSDKError):
@@ -36,9 +42,9 @@ class SharedPool:
         self.name = name
         self.align_bytes = align_bytes
         self.tensor: torch.Tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=pool_bytes)
-        self._table = torch.frombuffer(mapping, dtype=torch.int64, count=units, offset=pool_bytes)
+        self._table: Integers = np.frombuffer(mapping, dtype="<u8", count=units, offset=pool_bytes)
         self._mapping = mapping
-        self._touched = torch.zeros(units, dtype=torch.bool)
+        self._touched: Integers = np.zeros(units, dtype=np.bool_)
 
     @classmethod
     def attach(cls, name: str, pool_bytes: int, align_bytes: int) -> "SharedPool":
@@ -60,22 +66,19 @@ class SharedPool:
             os.close(fd)
         return cls(name, mapping, pool_bytes, align_bytes)
 
-    def generation(self, offset: int) -> int:
-        """The generation of the object that starts at `offset` now; 0 if there is none."""
-        return int(self._table[offset // self.align_bytes]) & 0xFFFF_FFFF_FFFF_FFFF
+    def generations(self, offsets: Integers) -> Integers:
+        """The generations (uint64) of the objects that start at `offsets` now; 0 where there is none."""
+        generations: Integers = self._table[offsets // self.align_bytes]
+        return generations
 
-    def generations(self, offsets: torch.Tensor) -> torch.Tensor:
-        """The generations of the objects that start at `offsets` (int64) now, as int64 of the same bits."""
-        return self._table[offsets.div(self.align_bytes, rounding_mode="floor")]
-
-    def touch(self, offsets: torch.Tensor, lengths: torch.Tensor) -> None:
+    def touch(self, offsets: Integers, lengths: Integers) -> None:
         """Map the pages of objects that this process has not used yet: one call each instead of a fault per page.
 
         Raises LMCacheSDKError if there is no memory behind them (a write would end the process with SIGBUS).
         """
-        units = offsets.div(self.align_bytes, rounding_mode="floor")
+        units = offsets // self.align_bytes
         fresh = ~self._touched[units]
-        if not bool(fresh.any()):
+        if not fresh.any():
             return
         for offset, length in zip(offsets[fresh].tolist(), lengths[fresh].tolist(), strict=True):
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE

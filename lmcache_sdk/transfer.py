@@ -14,10 +14,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from lmcache_sdk.errors import LMCacheSDKError
-from lmcache_sdk.shm import SharedPool
+from lmcache_sdk.lazy import Lazy
+from lmcache_sdk.shm import Integers, SharedPool
 from lmcache_sdk.transport import PendingReply, ServerConnection
 from lmcache_server.protocol.messages import Acquired, Piece, Read, Reserved, Write
 
@@ -35,7 +37,7 @@ class Transfer(Protocol):
     def memory(self) -> torch.Tensor | None:
         """All the memory that slots lie in, for whoever wants to page-lock it; None if there is no such memory."""
 
-    def readable(self, acquired: Acquired, holder: int | None = None) -> list[torch.Tensor]:
+    def readable(self, acquired: Acquired, holder: int | None = None) -> Sequence[torch.Tensor]:
         """The bytes of each leased (chunk, part): views of the pool, or private copies.
 
         `holder` is the instance whose lease it is, if it is another's (an engine's scheduler leases for its workers).
@@ -44,10 +46,10 @@ class Transfer(Protocol):
     def verify(self, acquired: Acquired) -> list[bool]:
         """After the copy: whether each (chunk, part) was still there, so that what was copied is its bytes."""
 
-    def writable(self, reserved: Reserved) -> list[torch.Tensor]:
+    def writable(self, reserved: Reserved) -> Sequence[torch.Tensor]:
         """Where the bytes of each reserved (chunk, part) belong; of length 0 for a part that needs no filling."""
 
-    def flush(self, reserved: Reserved, filled: list[torch.Tensor]) -> None:
+    def flush(self, reserved: Reserved, filled: Sequence[torch.Tensor]) -> None:
         """Bring what was filled to the server; to be called before the commit."""
 
     def close(self) -> None:
@@ -59,7 +61,7 @@ class SharedMemoryTransfer:
 
     def __init__(self, pool: SharedPool, part_bytes: Sequence[int]) -> None:
         self._pool: SharedPool | None = pool
-        self._part_bytes = torch.tensor(list(part_bytes), dtype=torch.int64)
+        self._part_bytes = np.array(part_bytes, dtype=np.int64)
 
     def __repr__(self) -> str:
         return f"SharedMemoryTransfer({self._pool.name if self._pool else 'closed'})"
@@ -69,7 +71,7 @@ class SharedMemoryTransfer:
         """The pool."""
         return self._open().tensor
 
-    def readable(self, acquired: Acquired, holder: int | None = None) -> list[torch.Tensor]:
+    def readable(self, acquired: Acquired, holder: int | None = None) -> Sequence[torch.Tensor]:
         """Views of the leased slots; valid until the lease is released."""
         offsets, _ = _slots(acquired.slots)
         return self._views(offsets)
@@ -77,21 +79,22 @@ class SharedMemoryTransfer:
     def verify(self, acquired: Acquired) -> list[bool]:
         """Whether each slot still has the generation that it was leased with."""
         offsets, generations = _slots(acquired.slots)
-        return _list_of_bools(self._open().generations(offsets) == generations)
+        intact: list[bool] = (self._open().generations(offsets) == generations).tolist()
+        return intact
 
-    def writable(self, reserved: Reserved) -> list[torch.Tensor]:
+    def writable(self, reserved: Reserved) -> Sequence[torch.Tensor]:
         """Views of the reserved slots. Raises LMCacheSDKError if the mapped pool is not the one they are in."""
         offsets, generations = _slots(reserved.slots)
         to_fill = generations != 0
         views = self._views(offsets, len(reserved.chunks), to_fill)
-        if not bool((self._open().generations(offsets) == generations)[to_fill].all()):
+        if not (self._open().generations(offsets) == generations)[to_fill].all():
             raise LMCacheSDKError(
                 f"the shared memory {self._open().name} is not the pool that the server reserves from: nothing was "
                 "written (is the server on another host, with a server of the same segment name here?)"
             )
         return views
 
-    def flush(self, reserved: Reserved, filled: list[torch.Tensor]) -> None:
+    def flush(self, reserved: Reserved, filled: Sequence[torch.Tensor]) -> None:
         """Nothing to do: what was filled is the pool itself."""
 
     def close(self) -> None:
@@ -99,19 +102,19 @@ class SharedMemoryTransfer:
         self._pool = None
 
     def _views(
-        self, offsets: torch.Tensor, chunks: int | None = None, wanted: torch.Tensor | None = None
-    ) -> list[torch.Tensor]:
+        self, offsets: Integers, chunks: int | None = None, wanted: Integers | None = None
+    ) -> Sequence[torch.Tensor]:
         pool = self._open()
-        lengths = self._part_bytes.repeat(_chunks(len(offsets), len(self._part_bytes), chunks))
+        lengths = np.tile(self._part_bytes, _chunks(len(offsets), len(self._part_bytes), chunks))
         if wanted is not None:
             lengths = lengths * wanted
         ends = offsets + lengths
-        if len(offsets) and (int(offsets.min()) < 0 or int(ends.max()) > len(pool.tensor)):
+        if len(offsets) and (offsets.min() < 0 or ends.max() > len(pool.tensor)):
             raise LMCacheSDKError(f"slots: the server sent offsets outside of its pool of {len(pool.tensor)} bytes")
         used = lengths > 0
         pool.touch(offsets[used], lengths[used])
-        whole = pool.tensor
-        return [whole[start:end] for start, end in zip(offsets.tolist(), ends.tolist(), strict=True)]
+        whole, starts, stops = pool.tensor, offsets.tolist(), ends.tolist()
+        return Lazy(len(starts), lambda i: whole[starts[i] : stops[i]])
 
     def _open(self) -> SharedPool:
         if self._pool is None:
@@ -164,7 +167,7 @@ class FrameTransfer:
         _chunks(len(generations), len(self._part_bytes), len(reserved.chunks))
         return self._buffers((generations != 0).tolist())
 
-    def flush(self, reserved: Reserved, filled: list[torch.Tensor]) -> None:
+    def flush(self, reserved: Reserved, filled: Sequence[torch.Tensor]) -> None:
         """Send the buffers to the server; raises as `ServerConnection.request` does."""
         sources = [buffer.numpy().data for buffer in filled]
         place = {chunk: i for i, chunk in enumerate(reserved.chunks)}
@@ -220,14 +223,12 @@ class FrameTransfer:
             target[piece.offset : piece.offset + piece.length] = frame
 
 
-def _slots(packed: bytes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets and generations, as int64."""
-    if not packed:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+def _slots(packed: bytes) -> tuple[Integers, Integers]:
+    """Offsets (int64) and generations (uint64)."""
     if len(packed) % SLOT_BYTES:
         raise LMCacheSDKError(f"slots: expected a multiple of {SLOT_BYTES} bytes, got {len(packed)}")
-    table = torch.frombuffer(bytearray(packed), dtype=torch.int64).view(-1, 2)
-    return table[:, 0], table[:, 1]
+    table = np.frombuffer(packed, dtype="<u8").reshape(-1, 2)
+    return table[:, 0].astype(np.int64), table[:, 1]
 
 
 def _chunks(slots: int, parts: int, chunks: int | None) -> int:
@@ -235,7 +236,3 @@ def _chunks(slots: int, parts: int, chunks: int | None) -> int:
     if slots % parts or (chunks is not None and slots != chunks * parts):
         raise LMCacheSDKError(f"slots: the server sent {slots}, which is not {parts} per chunk")
     return slots // parts
-
-
-def _list_of_bools(tensor: torch.Tensor) -> list[bool]:
-    return [bool(x) for x in tensor.tolist()]

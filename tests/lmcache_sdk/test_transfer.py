@@ -81,9 +81,9 @@ def test_a_transfer_is_what_the_server_offers(server: CacheServer, engine: Attac
 
 
 def test_nothing_to_move_is_no_tensors(engine: Attachment) -> None:
-    assert engine.transfer.readable(Acquired(0)) == []
+    assert len(engine.transfer.readable(Acquired(0))) == 0
     assert engine.transfer.verify(Acquired(0)) == []
-    assert engine.transfer.writable(Reserved(0, (), b"", 0, 0, 0)) == []
+    assert len(engine.transfer.writable(Reserved(0, (), b"", 0, 0, 0))) == 0
 
 
 @pytest.mark.parametrize("frame_bytes", [97, 1000, CHUNK_BYTES, CHUNK_BYTES + 1, 10 * CHUNK_BYTES])
