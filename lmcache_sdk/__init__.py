@@ -13,9 +13,11 @@ from lmcache_sdk.context import LMCacheSDKContext, ModifyFnType
 from lmcache_sdk.errors import ConnectionLost, LMCacheSDKError, ServerRefused, ServerUnavailable
 from lmcache_sdk.explanation import Explanation
 from lmcache_sdk.reading import CacheView
+from lmcache_sdk.shapes import CachedTensors, TensorShape
 
 __all__ = [
     "CacheView",
+    "CachedTensors",
     "ConnectionLost",
     "Explanation",
     "LMCacheSDKCacheKind",
@@ -24,6 +26,7 @@ __all__ = [
     "ModifyFnType",
     "ServerRefused",
     "ServerUnavailable",
+    "TensorShape",
     "connect",
     "kvcache",
     "qcache",

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-
 from lmcache_sdk import reading, writing
 from lmcache_sdk.awaiting import in_thread
 from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
@@ -20,6 +18,7 @@ from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_sdk.explanation import Explanation, explained
 from lmcache_sdk.reading import CacheView
 from lmcache_sdk.registration import Registrar, Registration
+from lmcache_sdk.shapes import CachedTensors, TensorShape, token_count
 from lmcache_sdk.tokens import TokenIds, token_bytes
 from lmcache_sdk.transfer import Transfer
 from lmcache_server.protocol.errors import ProtocolError
@@ -28,7 +27,9 @@ from lmcache_server.protocol.messages import Prompt, SessionId
 
 __all__ = ["LMCacheSDKContext", "LMCacheSDKError", "ModifyFnType"]
 
-ModifyFnType = Callable[[Mapping[LMCacheSDKCacheKind, torch.Tensor], Sequence[int]], tuple[torch.Tensor, Sequence[int]]]
+ModifyFnType = Callable[
+    [Mapping[LMCacheSDKCacheKind, CachedTensors], Sequence[int]], tuple[CachedTensors, Sequence[int]]
+]
 """An edit: cached tensors by kind and their tokens -> the new KV [2, L, T, D] and its T tokens."""
 
 CONFIG_PREFIX = "lmcache."
@@ -68,6 +69,13 @@ class LMCacheSDKContext:
     def chunk_size(self) -> int:
         """Tokens per chunk of this server."""
         return self._registrar.current().geometry.tokens
+
+    @property
+    def shapes(self) -> tuple[TensorShape, ...]:
+        """Which layers, heads and dtype each tensor of the cache has. One for most models; several where the layers of
+        a model differ in shape: then all calls take and return tuples of so many tensors.
+        """
+        return self._registrar.current().geometry.shapes
 
     @property
     def transfer_ctx(self) -> Transfer:
@@ -112,12 +120,13 @@ class LMCacheSDKContext:
         cache_salt: str = "",
         request_configs: Mapping[str, Any] | None = None,
         *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+        out: CachedTensors | None = None,
+    ) -> CachedTensors | None:
         """The cached tensors of the longest cached prefix of `tokens`, whole chunks only; None if there is none.
 
-        The result is [2, L, T, D] (keys, values), or [1, L, T, D] for queries and MLA models; D is all heads. With
-        `out`, which must have that shape and room for as many tokens as are cached, it is the filled part of `out`.
+        The result is [2, L, T, D] (keys, values), or [1, L, T, D] for queries and MLA models: all layers in the model's
+        order, all heads; a tuple of such tensors where layers differ in shape, see `shapes`. With `out`, which must
+        have that shape and room for as many tokens as are cached, it is the filled part of `out`.
         `request_configs` may hold `lmcache.*` entries of the request; none of them changes what is cached.
         Raises LMCacheSDKError for tokens, a salt or an `out` that do not fit, ServerUnavailable after the timeout.
         """
@@ -128,7 +137,7 @@ class LMCacheSDKContext:
         if not prompt.tokens:
             return None
 
-        def once(r: Registration) -> tuple[torch.Tensor | None, bool]:
+        def once(r: Registration) -> tuple[CachedTensors | None, bool]:
             return reading.retrieve(r.attachment, r.geometry, r.heartbeat, prompt, out, self._timeout)
 
         tensor, whole = self._registrar.attempt(once)
@@ -138,8 +147,9 @@ class LMCacheSDKContext:
 
     @contextmanager
     def view(self, tokens: TokenIds, cache_salt: str = "") -> Iterator[CacheView]:
-        """While the block runs: the cached chunks where they lie (`CacheView`), without a copy; empty on a miss.
+        """While the block runs: the cached chunks where they lie (`CacheView`); empty on a miss.
 
+        Nothing is copied where each tensor is of one shard and one kernel group; for others `retrieve` does as well.
         They are leased as long as the block runs, and void after it. Raises LMCacheSDKError at the end of the block
         if they changed during it in spite of that.
         """
@@ -157,7 +167,7 @@ class LMCacheSDKContext:
 
     def store(
         self,
-        kv: torch.Tensor,
+        kv: CachedTensors,
         tokens: TokenIds,
         cache_salt: str = "",
         request_configs: Mapping[str, Any] | None = None,
@@ -171,9 +181,9 @@ class LMCacheSDKContext:
         _check_configs(request_configs)
         self._registrar.current().geometry.check(kv, "kv")
         data = token_bytes(tokens)
-        if len(data) != kv.shape[2] * TOKEN_BYTES:
-            got = len(data) // TOKEN_BYTES
-            raise LMCacheSDKError(f"tokens: expected one per kv.shape[2] ({kv.shape[2]}), got {got}")
+        length, got = token_count(kv), len(data) // TOKEN_BYTES
+        if got != length:
+            raise LMCacheSDKError(f"tokens: expected one per kv.shape[2] ({length}), got {got}")
         prompt = self._prompt("store", data, cache_salt)
         if not prompt.tokens:
             return False
@@ -185,14 +195,14 @@ class LMCacheSDKContext:
         cache_salt: str = "",
         request_configs: Mapping[str, Any] | None = None,
         *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+        out: CachedTensors | None = None,
+    ) -> CachedTensors | None:
         """`retrieve` for asyncio. A cancelled call ends when its thread has: nobody fills `out` after that."""
         return await in_thread(lambda: self.retrieve(tokens, cache_salt, request_configs, out=out))
 
     async def astore(
         self,
-        kv: torch.Tensor,
+        kv: CachedTensors,
         tokens: TokenIds,
         cache_salt: str = "",
         request_configs: Mapping[str, Any] | None = None,

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import overload
 
-import torch
-
 from lmcache_sdk.attachment import Attachment
 from lmcache_sdk.errors import LMCacheSDKError, ServerRefused
 from lmcache_sdk.heartbeat import Heartbeat
 from lmcache_sdk.lazy import Lazy
+from lmcache_sdk.shapes import CachedTensors, described, first_tokens, token_count
 from lmcache_sdk.views import ChunkGeometry
 from lmcache_server.protocol.errors import ErrorCode
 from lmcache_server.protocol.messages import Acquire, Acquired, End, Prompt
@@ -25,22 +24,22 @@ FAREWELL_SECONDS = 1.0
 """How long a reader's farewell may wait for a connection."""
 
 
-class CacheView(Sequence[torch.Tensor]):
-    """Cached chunks where they lie: tensors [planes, L, chunk, D] in order, for the first `tokens` tokens.
+class CacheView(Sequence[CachedTensors]):
+    """Cached chunks where they lie, in order, for the first `tokens` tokens; each is as `retrieve` returns it.
 
-    With shared memory they are the pool itself: look, do not write, and do not keep them. A cache in several shards is
-    joined, which copies.
+    With shared memory they are the pool itself: look, do not write, and do not keep them. A tensor of several shards or
+    several kernel groups lies in several places and is joined, which copies.
     """
 
-    def __init__(self, chunks: Sequence[torch.Tensor], chunk_size: int) -> None:
+    def __init__(self, chunks: Sequence[CachedTensors], chunk_size: int) -> None:
         self.tokens = len(chunks) * chunk_size
         self._chunks = chunks
 
     @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
+    def __getitem__(self, index: int) -> CachedTensors: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
-    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+    def __getitem__(self, index: slice) -> Sequence[CachedTensors]: ...
+    def __getitem__(self, index: int | slice) -> CachedTensors | Sequence[CachedTensors]:
         """One chunk, or some."""
         return self._chunks[index]
 
@@ -49,7 +48,7 @@ class CacheView(Sequence[torch.Tensor]):
         return len(self._chunks)
 
     def __repr__(self) -> str:
-        shape = f" of {list(self._chunks[0].shape)}" if self._chunks else ""
+        shape = f" of {described(self._chunks[0])}" if self._chunks else ""
         return f"<CacheView: {self.tokens} tokens, {len(self)} chunks{shape}>"
 
 
@@ -65,18 +64,18 @@ def retrieve(
     geometry: ChunkGeometry,
     heartbeat: Heartbeat,
     prompt: Prompt,
-    out: torch.Tensor | None,
+    out: CachedTensors | None,
     timeout: float,
-) -> tuple[torch.Tensor | None, bool]:
+) -> tuple[CachedTensors | None, bool]:
     """The cached prefix (None: nothing), new or in `out`, and whether all that was found could be verified."""
     with _leased(attachment, heartbeat, prompt, timeout) as acquired:
         if not acquired.chunks:
             return None, True
         tokens = acquired.chunks * geometry.tokens
         target = geometry.empty(tokens) if out is None else out
-        if target.shape[2] < tokens:
-            expected = list(geometry.shape(tokens))
-            raise LMCacheSDKError(f"out: expected room for {tokens} cached tokens {expected}, got {list(target.shape)}")
+        if token_count(target) < tokens:
+            expected = " and ".join(str(list(shape.of(tokens))) for shape in geometry.shapes)
+            raise LMCacheSDKError(f"out: expected room for {tokens} cached tokens {expected}, got {described(target)}")
         try:
             slots = attachment.transfer.readable(acquired)
         except ServerRefused as refusal:
@@ -85,8 +84,8 @@ def retrieve(
             return None, False
         geometry.join(slots, target)
         verified = attachment.transfer.verify(acquired)
-    good = _leading(verified) // geometry.shards * geometry.tokens
-    return (target.narrow(2, 0, good) if good else None), good == tokens
+    good = _leading(verified) // len(geometry.parts) * geometry.tokens
+    return (first_tokens(target, good) if good else None), good == tokens
 
 
 @contextmanager
@@ -99,8 +98,8 @@ def view(
     """
     with _leased(attachment, heartbeat, prompt, timeout) as acquired:
         slots = attachment.transfer.readable(acquired) if acquired.chunks else []
-        shards = geometry.shards
-        chunks = Lazy(len(slots) // shards, lambda i: _joined(geometry, slots[i * shards : (i + 1) * shards]))
+        parts = len(geometry.parts)
+        chunks = Lazy(len(slots) // parts, lambda i: geometry.chunk(slots[i * parts : (i + 1) * parts]))
         yield CacheView(chunks, geometry.tokens)
         changed = attachment.transfer.verify(acquired).count(False) if slots else 0
     if changed:
@@ -129,12 +128,6 @@ def _give_back(attachment: Attachment, prompt: Prompt) -> None:
     """
     with contextlib.suppress(LMCacheSDKError):
         attachment.connection.submit(End(attachment.instance, (prompt.session,)), timeout=FAREWELL_SECONDS)
-
-
-def _joined(geometry: ChunkGeometry, slots: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One chunk out of its shards."""
-    shards = [geometry.view(slot) for slot in slots]
-    return shards[0] if len(shards) == 1 else torch.cat(shards, dim=3)
 
 
 def _leading(verified: list[bool]) -> int:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
 from lmcache_sdk.context import LMCacheSDKContext, ModifyFnType
@@ -34,6 +33,7 @@ from lmcache_sdk.errors import (
     StreamAborted,
 )
 from lmcache_sdk.perf import StreamPerfMetrics, measured
+from lmcache_sdk.shapes import CachedTensors, first_tokens, token_count
 from lmcache_sdk.tokens import TokenIds, token_bytes
 
 __all__ = [
@@ -73,18 +73,18 @@ class Edit:
     """The cached tensors of a stream at one moment, and the right to replace them once."""
 
     def __init__(
-        self, stream: "LMCacheRequestStream", tensors: Mapping[LMCacheSDKCacheKind, torch.Tensor], version: int
+        self, stream: "LMCacheRequestStream", tensors: Mapping[LMCacheSDKCacheKind, CachedTensors], version: int
     ) -> None:
         self.tensors = tensors
-        """By kind: KV [2, L, T, D], queries [1, L, T, D]; T is the same for all."""
-        self._cached = _length(tensors)
+        """By kind, as contexts retrieve them: KV [2, L, T, D], queries [1, L, T, D]; T is the same for all."""
+        self._cached = token_count(next(iter(tensors.values())))
         self.tokens: list[int] = stream.tokens[: self._cached]
         """The T tokens behind them."""
         self._stream = stream
         self._version = version
         self._applied = False
 
-    def apply(self, kv: torch.Tensor, tokens: TokenIds) -> None:
+    def apply(self, kv: CachedTensors, tokens: TokenIds) -> None:
         """Put `kv` [2, L, T', D] of T' `tokens` in the place of what was retrieved.
 
         Raises EditAlreadyApplied, StaleEdit or StreamAborted if it is too late, LMCacheRequestStreamError if kv and
@@ -197,7 +197,7 @@ class LMCacheRequestStream:
             self.done = len(generated) < most
             return measured(self._prompt_length, time.perf_counter() - begin, gaps)
 
-    def retrieve(self, kind: LMCacheSDKCacheKind, timeout: float = 30.0, poll_interval: float = 0.2) -> torch.Tensor:
+    def retrieve(self, kind: LMCacheSDKCacheKind, timeout: float = 30.0, poll_interval: float = 0.2) -> CachedTensors:
         """The cached prefix of `tokens`: KV [2, L, T, D] or queries [1, L, T, D], T in whole chunks.
 
         Waits until there is one, and as long as it still grows (an engine stores a prompt in several steps). Raises
@@ -226,10 +226,10 @@ class LMCacheRequestStream:
         """Retrieve the tensors of every kind, cut to the shortest; to be edited anywhere and applied once."""
         with self._alone("begin_edit"):
             tensors = {kind: self.retrieve(kind, timeout, poll_interval) for kind in self._contexts}
-            length = min(tensor.shape[2] for tensor in tensors.values())
-            return Edit(self, {kind: t[:, :, :length] for kind, t in tensors.items()}, self._version)
+            length = min(map(token_count, tensors.values()))
+            return Edit(self, {kind: first_tokens(t, length) for kind, t in tensors.items()}, self._version)
 
-    def update(self, kind: LMCacheSDKCacheKind, kv: torch.Tensor, tokens: TokenIds) -> None:
+    def update(self, kind: LMCacheSDKCacheKind, kv: CachedTensors, tokens: TokenIds) -> None:
         """Store `kv` for `tokens`, one per kv.shape[2], and go on from them; what was `tokens` until now is forgotten.
 
         Whole chunks are stored; the engine computes what follows the last one. Raises LMCacheRequestStreamError if kv
@@ -258,7 +258,7 @@ class LMCacheRequestStream:
         self._version += 1
 
     def _replace(
-        self, kind: LMCacheSDKCacheKind, kv: torch.Tensor, tokens: TokenIds, version: int, cached: int
+        self, kind: LMCacheSDKCacheKind, kv: CachedTensors, tokens: TokenIds, version: int, cached: int
     ) -> None:
         """Store an edit of the first `cached` tokens as they were at `version`, then make it the stream's own."""
         with self._alone("an edit"):
@@ -356,7 +356,3 @@ def _ids(tokens: TokenIds, name: str, stream_id: str) -> list[int]:
         where = str(error).removeprefix("tokens")
         raise LMCacheRequestStreamError(f"{name}{where}", stream_id) from error
     return ids
-
-
-def _length(tensors: Mapping[LMCacheSDKCacheKind, torch.Tensor]) -> int:
-    return next(iter(tensors.values())).shape[2]

@@ -6,8 +6,6 @@ Everything is done by the newer `LMCacheRequestStream`; only the names and the c
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
 from lmcache_sdk.context import LMCacheSDKContext
 from lmcache_sdk.request import (
@@ -17,12 +15,13 @@ from lmcache_sdk.request import (
     StreamPerfMetrics,
     TokenEvent,
 )
+from lmcache_sdk.shapes import CachedTensors
 
 __all__ = [
     "LMCacheStream", "LMCacheStreamError", "PostCompletion", "StreamPerfMetrics", "TokenEvent", "create_request",
 ]  # fmt: skip
 
-KvEdit = Callable[[torch.Tensor, Sequence[int]], tuple[torch.Tensor, Sequence[int]]]
+KvEdit = Callable[[CachedTensors, Sequence[int]], tuple[CachedTensors, Sequence[int]]]
 """An edit: KV [2, L, T, D] and its T tokens -> the new KV and its tokens."""
 
 LMCacheStreamError = LMCacheRequestStreamError
@@ -83,11 +82,11 @@ class LMCacheStream:
         """Run one pass."""
         return self.request.generate(sampling_params, suffix_tokens)
 
-    def retrieve_kv(self, timeout: float = 30.0, poll_interval: float = 0.2) -> torch.Tensor:
+    def retrieve_kv(self, timeout: float = 30.0, poll_interval: float = 0.2) -> CachedTensors:
         """The cached KV [2, L, T, D] of the longest cached prefix."""
         return self.request.retrieve(LMCacheSDKCacheKind.KV, timeout, poll_interval)
 
-    def update_kv(self, kv: torch.Tensor, tokens: Sequence[int]) -> None:
+    def update_kv(self, kv: CachedTensors, tokens: Sequence[int]) -> None:
         """Store `kv` for `tokens` and go on from them."""
         self.request.update(LMCacheSDKCacheKind.KV, kv, tokens)
 

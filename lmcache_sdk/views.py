@@ -1,107 +1,154 @@
 """Flat slots <-> the tensors that people edit. Pure shape arithmetic over torch: no server, no pool.
 
-A slot holds one chunk of one shard in the canonical layout (lmcache_server.protocol.layout). A person sees all chunks
-and all shards as one tensor
+A slot holds one part of a chunk, the layers of one kernel group in one shard, in the canonical layout
+(lmcache_server.protocol.layout). The parts of a chunk are in the order of the wire: shard-major, then kernel group. In
+the tensors [planes, L, tokens, D] that people see (lmcache_sdk.shapes)
 
-    [planes, L, tokens, D]      planes: 2 (keys, values), or 1 (an MLA latent, queries)
-                                D: the shards' hidden sizes side by side
+    chunk i          is [:, :, i * T : (i + 1) * T]
+    shard s          is [..., s * D_shard : (s + 1) * D_shard]
+    a kernel group   is those of the L layers that it has: one strided slice, or a few
 
-Chunk i is [:, :, i * T : (i + 1) * T], shard s of it [..., s * D_shard : (s + 1) * D_shard]. Each (chunk, shard) is
-copied by one strided copy between the tensor and the slot; nothing lies in between.
+Each such slice is copied by one strided copy between the tensor and the slot; nothing lies in between.
 """
 
-import contextlib
-import math
-import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lmcache_sdk.errors import LMCacheSDKError
-from lmcache_server.protocol.layout import CacheLayout
+from lmcache_sdk.shapes import CachedTensors, TensorShape, listed, tensor_shapes
+from lmcache_server.protocol.layout import CacheLayout, KernelGroup
 
-__all__ = ["ChunkGeometry"]
+__all__ = ["ChunkGeometry", "Part"]
 
-HUGE_BYTES = 8 * 2**20
-"""From here on a tensor is worth a mapping of its own."""
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where the elements of one part are in the tensor that holds it."""
+
+    tensor: int
+    """Which of the tensors that is."""
+    shape: tuple[int, int, int, int]
+    """Of the slot: `[planes, layers of the group, tokens of a chunk, D_shard]`."""
+    runs: tuple[tuple[slice, slice], ...]
+    """Layers of the slot, and where they are among those of the tensor."""
+    columns: slice
+    """Of D: the shard."""
+    dtype: torch.dtype
+
+    def view(self, slot: torch.Tensor) -> torch.Tensor:
+        """A flat uint8 slot in its shape, without a copy."""
+        return slot.view(self.dtype).view(self.shape)
+
+    def slices(
+        self, slot: torch.Tensor, tensor: torch.Tensor, chunk: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views that belong together, of the slot and of chunk `chunk` in `tensor`; all of the slot's elements."""
+        viewed = self.view(slot)
+        tokens = slice(chunk * self.shape[2], (chunk + 1) * self.shape[2])
+        for layers, rows in self.runs:
+            yield viewed[:, layers], tensor[:, rows, tokens, self.columns]
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkGeometry:
-    """The shape of one chunk: `tokens` per chunk; `hidden` elements per token, layer, plane and shard."""
+    """The shape of one chunk: `tokens` per chunk, its `parts` in the order of the wire, the tensors that hold them."""
 
-    dtype: torch.dtype
-    planes: int
-    layers: int
     tokens: int
-    hidden: int
-    shards: int
+    shapes: tuple[TensorShape, ...]
+    parts: tuple[Part, ...]
 
     @classmethod
     def of(cls, layout: CacheLayout, chunk_size: int, shards: int) -> "ChunkGeometry":
-        """The geometry of `shards` shards of `layout`. Raises LMCacheSDKError for several kernel groups."""
-        if len(layout.groups) != 1:
-            sizes = ", ".join(f"{len(group.layers)} layers of {group.hidden} {group.dtype}" for group in layout.groups)
-            raise LMCacheSDKError(
-                f"layout: this model has {len(layout.groups)} kernel groups ({sizes}), which do not fit into one "
-                "tensor; only models with one kernel group can be retrieved and stored"
-            )
-        group = layout.groups[0]
-        dtype: torch.dtype = getattr(torch, group.dtype)
-        return cls(dtype, group.planes, len(group.layers), chunk_size, group.hidden, shards)
-
-    def shape(self, tokens: int) -> tuple[int, int, int, int]:
-        """The shape of `tokens` tokens of all shards."""
-        return (self.planes, self.layers, tokens, self.hidden * self.shards)
-
-    def empty(self, tokens: int) -> torch.Tensor:
-        """A new tensor for `tokens` tokens, its contents undefined.
-
-        Large ones lie in huge pages where the system has them: first touches cost more than the copy that they serve.
-        """
-        shape = self.shape(tokens)
-        size = math.prod(shape) * self.dtype.itemsize
-        if size < HUGE_BYTES:
-            return torch.empty(shape, dtype=self.dtype)
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=self.dtype).view(shape)
-
-    def view(self, slot: torch.Tensor) -> torch.Tensor:
-        """A flat uint8 slot as [planes, L, T, D_shard], without a copy."""
-        return slot.view(self.dtype).view(self.planes, self.layers, self.tokens, self.hidden)
-
-    def place(self, tensor: torch.Tensor, chunk: int, shard: int) -> torch.Tensor:
-        """Where chunk `chunk` of `shard` is in `tensor` [planes, L, tokens, D], without a copy."""
-        return tensor[
-            :, :, chunk * self.tokens : (chunk + 1) * self.tokens, shard * self.hidden : (shard + 1) * self.hidden
+        """The geometry of `shards` shards of `layout`."""
+        shapes, holders = tensor_shapes(layout.groups, shards)
+        parts = [
+            _part(group, holder, shapes[holder], chunk_size, shard)
+            for shard in range(shards)
+            for group, holder in zip(layout.groups, holders, strict=True)
         ]
+        return cls(chunk_size, shapes, tuple(parts))
 
-    def join(self, slots: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Copy chunks 0, 1, ... out of `slots` (chunk-major, then shard) to the front of `out`."""
-        out = out.detach()
+    def empty(self, tokens: int) -> CachedTensors:
+        """New tensors for `tokens` tokens, their contents undefined."""
+        return self._cached([shape.empty(tokens) for shape in self.shapes])
+
+    def join(self, slots: Sequence[torch.Tensor], out: CachedTensors) -> None:
+        """Copy chunks 0, 1, ... out of `slots` (chunk-major, then part) to the front of `out`."""
+        tensors = [tensor.detach() for tensor in listed(out)]
         for i, slot in enumerate(slots):
-            self.place(out, i // self.shards, i % self.shards).copy_(self.view(slot))
+            chunk, number = divmod(i, len(self.parts))
+            part = self.parts[number]
+            for source, target in part.slices(slot, tensors[part.tensor], chunk):
+                target.copy_(source)
 
-    def split(self, tensor: torch.Tensor, chunks: Sequence[int], slots: Sequence[torch.Tensor]) -> None:
-        """Copy the chunks with indices `chunks` of `tensor` into those `slots` (chunk-major, then shard) that are not
+    def split(self, cached: CachedTensors, chunks: Sequence[int], slots: Sequence[torch.Tensor]) -> None:
+        """Copy the chunks with indices `chunks` of `cached` into those `slots` (chunk-major, then part) that are not
         empty.
         """
+        tensors = [tensor.detach() for tensor in listed(cached)]
         for i, slot in enumerate(slots):
-            if len(slot):
-                self.view(slot).copy_(self.place(tensor, chunks[i // self.shards], i % self.shards))
+            if not len(slot):
+                continue
+            index, number = divmod(i, len(self.parts))
+            part = self.parts[number]
+            for target, source in part.slices(slot, tensors[part.tensor], chunks[index]):
+                target.copy_(source)
 
-    def check(self, tensor: torch.Tensor, name: str) -> None:
-        """Raise LMCacheSDKError unless `tensor` has this dtype and shape, whatever its number of tokens, on the CPU."""
-        if not isinstance(tensor, torch.Tensor):
-            raise LMCacheSDKError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dtype != self.dtype:
-            raise LMCacheSDKError(f"{name}: expected dtype {self.dtype}, got {tensor.dtype}")
-        if tensor.device.type != "cpu":
-            raise LMCacheSDKError(f"{name}: expected a tensor on the CPU, got one on {tensor.device}")
-        planes, layers, _, hidden = self.shape(0)
-        fits = tensor.dim() == 4 and (tensor.shape[0], tensor.shape[1], tensor.shape[3]) == (planes, layers, hidden)
-        if not fits:
-            raise LMCacheSDKError(f"{name}: expected shape [{planes}, {layers}, T, {hidden}], got {list(tensor.shape)}")
+    def chunk(self, slots: Sequence[torch.Tensor]) -> CachedTensors:
+        """The chunk in `slots`, one per part; a tensor that lies in one slot is that slot, others are joined."""
+        return self._cached([self._chunk_of(i, shape, slots) for i, shape in enumerate(self.shapes)])
+
+    def check(self, cached: CachedTensors, name: str) -> None:
+        """Raise LMCacheSDKError unless `cached` is made of such tensors, all of one number of tokens, on the CPU."""
+        if len(self.shapes) == 1:
+            self.shapes[0].check(cached, name)
+            return
+        if not isinstance(cached, tuple | list) or len(cached) != len(self.shapes):
+            got = f"{len(cached)} of them" if isinstance(cached, tuple | list) else type(cached).__name__
+            expected = " and ".join(map(str, self.shapes))
+            raise LMCacheSDKError(
+                f"{name}: expected a tuple of {len(self.shapes)} tensors, {expected} (the layers of this model differ "
+                f"in shape), got {got}"
+            )
+        for i, (shape, tensor) in enumerate(zip(self.shapes, cached, strict=True)):
+            shape.check(tensor, f"{name}[{i}]")
+        counts = [tensor.shape[2] for tensor in cached]
+        if len(set(counts)) > 1:
+            raise LMCacheSDKError(f"{name}: expected tensors of equally many tokens, got {counts}")
+
+    def _cached(self, tensors: Sequence[torch.Tensor]) -> CachedTensors:
+        return tensors[0] if len(self.shapes) == 1 else tuple(tensors)
+
+    def _chunk_of(self, number: int, shape: TensorShape, slots: Sequence[torch.Tensor]) -> torch.Tensor:
+        own = [(part, slot) for part, slot in zip(self.parts, slots, strict=True) if part.tensor == number]
+        first, slot = own[0]
+        if first.shape == shape.of(self.tokens) and len(first.runs) == 1:
+            return first.view(slot)
+        tensor = shape.empty(self.tokens)
+        for part, slot in own:
+            for source, target in part.slices(slot, tensor, 0):
+                target.copy_(source)
+        return tensor
+
+
+def _part(group: KernelGroup, holder: int, shape: TensorShape, chunk_size: int, shard: int) -> Part:
+    row = {layer: i for i, layer in enumerate(shape.layers)}
+    runs = _runs([row[layer] for layer in group.layers])
+    columns = slice(shard * group.hidden, (shard + 1) * group.hidden)
+    return Part(holder, (group.planes, len(group.layers), chunk_size, group.hidden), runs, columns, shape.dtype)
+
+
+def _runs(rows: Sequence[int]) -> tuple[tuple[slice, slice], ...]:
+    """`rows` cut where they stop to ascend in equal steps: (slice of `rows`, the same rows as a slice)."""
+    runs = []
+    start = 0
+    while start < len(rows):
+        end = start + 1
+        step = max(1, rows[end] - rows[start]) if end < len(rows) else 1
+        while end < len(rows) and rows[end] - rows[end - 1] == step:
+            end += 1
+        runs.append((slice(start, end), slice(rows[start], rows[end - 1] + 1, step)))
+        start = end
+    return tuple(runs)

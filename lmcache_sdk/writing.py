@@ -7,10 +7,9 @@ aborts whatever is still reserved under it.
 import contextlib
 import time
 
-import torch
-
 from lmcache_sdk.attachment import Attachment
 from lmcache_sdk.errors import LMCacheSDKError, ServerRefused
+from lmcache_sdk.shapes import CachedTensors
 from lmcache_sdk.views import ChunkGeometry
 from lmcache_server.protocol.errors import ErrorCode
 from lmcache_server.protocol.messages import Commit, CommittedChunks, End, Prompt, Reserve, Reserved
@@ -23,7 +22,7 @@ ROUNDS = 3
 """How often the server may take a reservation away before that is an error."""
 
 
-def store(attachment: Attachment, geometry: ChunkGeometry, kv: torch.Tensor, prompt: Prompt, timeout: float) -> bool:
+def store(attachment: Attachment, geometry: ChunkGeometry, kv: CachedTensors, prompt: Prompt, timeout: float) -> bool:
     """Bring every whole chunk of `kv` into the cache; False if all were there already.
 
     Chunks that another client is writing are waited for. Raises LMCacheSDKError if the pool cannot hold all of them,
@@ -55,7 +54,7 @@ def store(attachment: Attachment, geometry: ChunkGeometry, kv: torch.Tensor, pro
 
 
 def _fill(
-    attachment: Attachment, geometry: ChunkGeometry, kv: torch.Tensor, reserved: Reserved, deadline: float
+    attachment: Attachment, geometry: ChunkGeometry, kv: CachedTensors, reserved: Reserved, deadline: float
 ) -> int:
     """Copy and commit one reservation; how many of its chunks are visible now (none, if it ran out meanwhile)."""
     slots = attachment.transfer.writable(reserved)

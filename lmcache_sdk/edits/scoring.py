@@ -21,10 +21,11 @@ import torch
 
 from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
 from lmcache_sdk.errors import LMCacheSDKError
+from lmcache_sdk.shapes import CachedTensors, one_tensor
 
 __all__ = ["CachedLayer", "HighestScores", "Score", "cached_layers", "mean_scores"]
 
-Tensors = Mapping[LMCacheSDKCacheKind, torch.Tensor]
+Tensors = Mapping[LMCacheSDKCacheKind, CachedTensors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ def mean_scores(score: Score, layers: Iterator[CachedLayer]) -> torch.Tensor:
 
 def cached_layers(tensors: Tensors, head_size: int) -> Iterator[CachedLayer]:
     """The layers of the retrieved KV `[2, L, T, D]`, each with its queries if `[1, L, T, D_q]` were retrieved too."""
-    kv, queries = tensors[LMCacheSDKCacheKind.KV], tensors.get(LMCacheSDKCacheKind.QUERY)
+    kv, captured = one_tensor(tensors[LMCacheSDKCacheKind.KV], "kv"), tensors.get(LMCacheSDKCacheKind.QUERY)
+    queries = None if captured is None else one_tensor(captured, "queries")
     if kv.ndim != 4 or kv.shape[0] != 2:
         raise LMCacheSDKError(
             f"kv: expected keys and values [2, layers, tokens, D], got {list(kv.shape)}; a latent (MLA) cache has no "

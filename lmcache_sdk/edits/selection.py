@@ -18,6 +18,7 @@ from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
 from lmcache_sdk.context import ModifyFnType
 from lmcache_sdk.edits.rotary import Rotary
 from lmcache_sdk.errors import LMCacheSDKError
+from lmcache_sdk.shapes import CachedTensors, one_tensor
 
 __all__ = ["EveryOtherChunk", "TokenSelector", "keep_tokens", "token_dropping"]
 
@@ -25,7 +26,7 @@ __all__ = ["EveryOtherChunk", "TokenSelector", "keep_tokens", "token_dropping"]
 class TokenSelector(Protocol):
     """Decides which tokens of one request stay."""
 
-    def __call__(self, tensors: Mapping[LMCacheSDKCacheKind, torch.Tensor], tokens: Sequence[int]) -> Sequence[int]:
+    def __call__(self, tensors: Mapping[LMCacheSDKCacheKind, CachedTensors], tokens: Sequence[int]) -> Sequence[int]:
         """Indices into `tokens` that stay, ascending. `tensors` holds what is cached for them: KV is `[2, L, T, D]`."""
 
 
@@ -35,7 +36,7 @@ class EveryOtherChunk:
 
     chunk_size: int
 
-    def __call__(self, tensors: Mapping[LMCacheSDKCacheKind, torch.Tensor], tokens: Sequence[int]) -> Sequence[int]:
+    def __call__(self, tensors: Mapping[LMCacheSDKCacheKind, CachedTensors], tokens: Sequence[int]) -> Sequence[int]:
         """Indices of the tokens in chunks 0, 2, 4, ..."""
         return [i for i in range(len(tokens)) if (i // self.chunk_size) % 2 == 0]
 
@@ -44,9 +45,10 @@ def token_dropping(select: TokenSelector, rotary: Rotary) -> ModifyFnType:
     """The edit function that keeps what `select` chooses, for a model whose keys are turned by `rotary`."""
 
     def edit(
-        tensors: Mapping[LMCacheSDKCacheKind, torch.Tensor], tokens: Sequence[int]
+        tensors: Mapping[LMCacheSDKCacheKind, CachedTensors], tokens: Sequence[int]
     ) -> tuple[torch.Tensor, Sequence[int]]:
-        return keep_tokens(tensors[LMCacheSDKCacheKind.KV], tokens, select(tensors, tokens), rotary)
+        kv = one_tensor(tensors[LMCacheSDKCacheKind.KV], "kv")
+        return keep_tokens(kv, tokens, select(tensors, tokens), rotary)
 
     return edit
 
@@ -59,6 +61,7 @@ def keep_tokens(
     Latents of MLA models are `[1, L, T, D]`, and `rotary` knows it (`Rotary.latent`). Raises LMCacheSDKError unless
     `kept` is strictly ascending within the tokens and `kv` is a cache of them as `rotary` expects it.
     """
+    kv = one_tensor(kv, "kv")
     planes = 1 if rotary.latent else 2
     if kv.ndim != 4 or kv.shape[0] != planes or kv.shape[2] != len(tokens):
         model = "of an MLA model's latents" if rotary.latent else "of keys and values"

@@ -17,14 +17,13 @@ TINY = KernelGroup(layers=(0, 1, 2), planes=2, heads=2, head_size=8, dtype="floa
 def registered_engine(
     server: CacheServer,
     model: str,
-    group: KernelGroup = TINY,
-    *,
+    *groups: KernelGroup,
     kind: Kind = Kind.KV,
     world_size: int = 1,
     worker_id: int | None = 0,
     revision: str = "r1",
 ) -> Iterator[Attachment]:
-    """A worker that registered `group` for `model`, as an engine's connector does."""
+    """A worker that registered `groups` (none given: TINY) for `model`, as an engine's connector does."""
     with ServerConnection(server.url, timeout=10) as connection:
         attachment = attach(
             connection,
@@ -34,7 +33,7 @@ def registered_engine(
             kind=kind,
             world_size=world_size,
             worker_id=worker_id,
-            layout=CacheLayout((group,)),
+            layout=CacheLayout(groups or (TINY,)),
             block_size=16,
         )
         yield attachment

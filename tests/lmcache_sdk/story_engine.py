@@ -22,6 +22,7 @@ from lmcache_sdk import reading, writing
 from lmcache_sdk.attachment import Attachment
 from lmcache_sdk.heartbeat import Heartbeat
 from lmcache_sdk.request import TokenEvent
+from lmcache_sdk.shapes import CachedTensors, TensorShape, token_count
 from lmcache_sdk.views import ChunkGeometry
 from lmcache_server.protocol.messages import Prompt, SessionId
 
@@ -37,12 +38,12 @@ class Call:
     prompt: list[int]
     sampling_params: dict[str, Any]
     cache_salt: str
-    taken: torch.Tensor | None
+    taken: CachedTensors | None
 
     @property
     def cached(self) -> int:
         """How many tokens were not computed."""
-        return 0 if self.taken is None else self.taken.shape[2]
+        return 0 if self.taken is None else token_count(self.taken)
 
 
 @dataclass
@@ -74,7 +75,7 @@ class StoryEngine:
             token = next(_tokens)
             yield TokenEvent(token, f"<{token}>")
 
-    def load(self, tokens: Sequence[int], salt: str = "") -> torch.Tensor | None:
+    def load(self, tokens: Sequence[int], salt: str = "") -> CachedTensors | None:
         """The cached KV of the longest prefix, as this worker sees it."""
         heartbeat = Heartbeat("story", lambda _: None, 60.0)
         try:
@@ -95,7 +96,7 @@ class StoryEngine:
                 kv = self.computed(tokens[:chunk_end])
                 writing.store(self.attachment, self.geometry, kv, part, 10.0)
 
-    def computed(self, tokens: Sequence[int]) -> torch.Tensor:
+    def computed(self, tokens: Sequence[int]) -> CachedTensors:
         """What this worker computes for `tokens`."""
         return kv_of(tokens, self.geometry)
 
@@ -106,9 +107,14 @@ class StoryEngine:
         return Prompt(SessionId(f"story-{uuid.uuid4().hex}"), packed, salt)
 
 
-def kv_of(tokens: Sequence[int], geometry: ChunkGeometry, shard: int = 0) -> torch.Tensor:
-    """[planes, L, T, D] that no other token, place, layer, plane or element shares (in float32)."""
-    shape = geometry.shape(len(tokens))
-    each = torch.arange(shape[0] * shape[1] * shape[3]).view(shape[0], shape[1], 1, shape[3]) / 1024
+def kv_of(tokens: Sequence[int], geometry: ChunkGeometry, shard: int = 0) -> CachedTensors:
+    """[planes, L, T, D] that no other token, place, layer, plane or element shares (in float32); or several of them."""
+    tensors = [_kv_of(tokens, shape, shard) for shape in geometry.shapes]
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+def _kv_of(tokens: Sequence[int], shape: TensorShape, shard: int) -> torch.Tensor:
+    planes, layers, _, hidden = shape.of(0)
+    each = torch.arange(planes * layers * hidden).view(planes, layers, 1, hidden) / 1024
     places = torch.tensor(list(tokens)) % 4096 * 8 + torch.arange(len(tokens)) % 8
-    return (each + places.view(1, 1, -1, 1) + shard / 2048).to(geometry.dtype)
+    return (each + places.view(1, 1, -1, 1) + shard / 2048).to(shape.dtype)

@@ -1,6 +1,7 @@
 """Why a retrieve found nothing, or less than expected, in words; against a real server."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -78,15 +79,16 @@ def test_a_shard_that_nobody_stored_is_named(server: CacheServer, model: str, to
     ("changes", "field", "asked", "found"),
     [
         ({"revision": "r2"}, "revision", "r1", "r2"),
-        ({"group": KernelGroup((0, 1, 2), 2, 2, 8, "bfloat16")}, "layout", None, None),
+        ({"groups": (KernelGroup((0, 1, 2), 2, 2, 8, "bfloat16"),)}, "layout", None, None),
         ({"world_size": 2, "worker_id": None}, "number of shards", 1, 2),
     ],
 )
 def test_the_field_that_differs_is_named(
-    context: LMCacheSDKContext, server: CacheServer, model: str, changes: dict[str, object], field: str, asked: object,
+    context: LMCacheSDKContext, server: CacheServer, model: str, changes: dict[str, Any], field: str, asked: object,
     found: object, tokens: list[int],
 ) -> None:  # fmt: skip
-    with registered_engine(server, model, **changes) as other:  # type: ignore[arg-type]
+    groups, others = changes.get("groups", ()), {k: v for k, v in changes.items() if k != "groups"}
+    with registered_engine(server, model, *groups, **others) as other:
         shards = other.world_size
         story = StoryEngine(other)
         geometry = ChunkGeometry.of(other.layout, 16, shards)

@@ -9,10 +9,7 @@ import torch
 
 import lmcache_sdk
 from lmcache_sdk import LMCacheSDKContext, LMCacheSDKError, ServerUnavailable
-from lmcache_sdk.attachment import attach
 from lmcache_sdk.transfer import SharedMemoryTransfer
-from lmcache_sdk.transport import ServerConnection
-from lmcache_server.protocol.layout import CacheLayout, KernelGroup, Kind
 from tests.lmcache_sdk.fake_engine import random_kv, registered_engine
 from tests.lmcache_sdk.http_double import HttpDouble, ok
 from tests.servers import CacheServer, free_ports, running_server
@@ -229,25 +226,6 @@ def test_nobody_at_the_address_is_an_error_at_the_deadline() -> None:
     with pytest.raises(ServerUnavailable, match="GET /config"):
         lmcache_sdk.kvcache.connect(f"127.0.0.1:{port}", f"http://127.0.0.1:{http_port}", "m", timeout=1)
     assert time.monotonic() - start < 3
-
-
-def test_a_model_of_several_kernel_groups_is_refused_by_name(server: CacheServer, model: str) -> None:
-    groups = (KernelGroup((0,), 2, 1, 8, "float32"), KernelGroup((1,), 2, 1, 8, "float32", window=64))
-    with ServerConnection(server.url) as connection:
-        attachment = attach(
-            connection,
-            role="worker",
-            model_name=model,
-            revision="",
-            kind=Kind.KV,
-            world_size=1,
-            worker_id=0,
-            layout=CacheLayout(groups),
-            block_size=16,
-        )
-        with pytest.raises(LMCacheSDKError, match="this model has 2 kernel groups"):
-            connect(server, model=model)
-        attachment.detach()
 
 
 def test_closing_leaves_no_thread_no_file_and_no_instance(server: CacheServer, model: str) -> None:

@@ -9,13 +9,12 @@ import torch
 
 import lmcache_sdk
 from lmcache_sdk import LMCacheSDKCacheKind, LMCacheSDKContext, LMCacheSDKError
-from lmcache_sdk.attachment import Attachment, attach
+from lmcache_sdk.attachment import Attachment
 from lmcache_sdk.request import TokenEvent, create_request
 from lmcache_sdk.transfer import SharedMemoryTransfer
-from lmcache_sdk.transport import ServerConnection
-from lmcache_server.protocol.layout import CacheLayout, KernelGroup, Kind
+from lmcache_server.protocol.layout import KernelGroup
 from lmcache_server.protocol.messages import End, Reserve
-from tests.lmcache_sdk.fake_engine import TINY, random_kv, registered_engine
+from tests.lmcache_sdk.fake_engine import random_kv, registered_engine
 from tests.lmcache_sdk.story_engine import StoryEngine, kv_of
 from tests.servers import CacheServer, running_server
 
@@ -119,20 +118,6 @@ def test_latents_of_a_multi_head_latent_model_are_one_plane(server: CacheServer,
         taken = story.calls[1].taken
         assert taken is not None
         assert torch.equal(taken, kv_of(TOKENS, story.geometry)[:, :, :16] + 1)
-
-
-def test_several_kernel_groups_are_refused_in_words(server: CacheServer, model: str) -> None:
-    groups = (TINY, KernelGroup((3, 4), planes=2, heads=1, head_size=8, dtype="bfloat16"))
-    with ServerConnection(server.url, timeout=10) as connection:
-        engine = attach(
-            connection, role="worker", model_name=model, revision="", kind=Kind.KV, world_size=1, worker_id=0,
-            layout=CacheLayout(groups), block_size=16,
-        )  # fmt: skip
-        with pytest.raises(
-            LMCacheSDKError, match=r"2 kernel groups \(3 layers of 16 float32, 2 layers of 8 bfloat16\)"
-        ):
-            lmcache_sdk.kvcache.connect(server.url, server.http_url, model, timeout=10)
-        engine.detach()
 
 
 def test_slots_of_one_server_are_refused_and_not_verified_in_an_equally_named_pool_of_another() -> None:
