@@ -13,6 +13,7 @@ import torch
 
 from benchmarks._measure import interleaved, report
 from lmcache_connector.cpu_connector import PackedCopier
+from lmcache_connector.cpu_packing import CpuKernel
 from lmcache_connector.gpu_connector import ChunkCopy, Copier, StagedCopier
 from lmcache_connector.layout import chunk_pieces
 from lmcache_server.protocol.layout import KernelGroup, slot_bytes
@@ -21,29 +22,35 @@ LAYERS, HEADS, SIZE, BLOCK, CHUNK, TOKENS = 12, 4, 64, 128, 256, 4096
 
 
 def pages(group: KernelGroup, tokens_first: bool) -> list[torch.Tensor]:
-    """Each layer's `[blocks, heads, block, 2 * size]` in one allocation; physically tokens or heads come first."""
-    blocks = TOKENS // BLOCK
+    """Each layer's `[blocks, heads, block, planes * size]` in one allocation; physically tokens or heads come first."""
+    inner = (BLOCK, group.heads) if tokens_first else (group.heads, BLOCK)
     dtype = getattr(torch, group.dtype)
-    shape = (LAYERS, blocks, BLOCK, HEADS, 2 * SIZE) if tokens_first else (LAYERS, blocks, HEADS, BLOCK, 2 * SIZE)
-    memory = torch.randn(shape).to(dtype)
+    size = group.planes * group.head_size * dtype.itemsize
+    memory = torch.randint(0, 256, (LAYERS, TOKENS // BLOCK, *inner, size), dtype=torch.uint8).view(dtype)
     return [layer.transpose(1, 2) if tokens_first else layer for layer in memory]
 
 
 def copiers() -> dict[str, Callable[[], tuple[Copier, KernelGroup]]]:
-    def packed(dtype: str, isa: str) -> tuple[Copier, KernelGroup]:
-        group = KernelGroup(tuple(range(LAYERS)), 2, HEADS, SIZE, dtype)
-        return PackedCopier(pages(group, False), group, isa), group
+    def packed(isa: str, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> tuple[Copier, KernelGroup]:
+        kernel = CpuKernel(isa, dtype, kv_cache_dtype)
+        name = str(kernel.cache_dtype).removeprefix("torch.")
+        group = KernelGroup(tuple(range(LAYERS)), 2, HEADS, SIZE, name)
+        return PackedCopier(pages(group, False), group, BLOCK, kernel), group
 
-    def declared(dtype: str, tokens_first: bool) -> tuple[Copier, KernelGroup]:
-        group = KernelGroup(tuple(range(LAYERS)), 2, HEADS, SIZE, dtype)
-        return StagedCopier(pages(group, tokens_first), group), group
+    def declared(
+        tokens_first: bool, planes: int = 2, heads: int = HEADS, size: int = SIZE
+    ) -> tuple[Copier, KernelGroup]:
+        group = KernelGroup(tuple(range(LAYERS)), planes, heads, size, "bfloat16")
+        return StagedCopier(pages(group, tokens_first), group, BLOCK), group
 
     return {
-        "CPU vec, float32": lambda: packed("float32", "vec"),
-        "CPU vec, bfloat16": lambda: packed("bfloat16", "vec"),
-        "CPU amx, bfloat16": lambda: packed("bfloat16", "amx"),
-        "declared LBHNC, bfloat16": lambda: declared("bfloat16", False),
-        "declared LBNHC, bfloat16": lambda: declared("bfloat16", True),
+        "CPU vec, float32": lambda: packed("vec", torch.float32),
+        "CPU vec, bfloat16": lambda: packed("vec", torch.bfloat16),
+        "CPU amx, bfloat16": lambda: packed("amx", torch.bfloat16),
+        "CPU amx, fp8": lambda: packed("amx", torch.bfloat16, "fp8"),
+        "declared LBHNC, bfloat16": lambda: declared(False),
+        "declared LBNHC, bfloat16": lambda: declared(True),
+        "declared MLA, bfloat16": lambda: declared(True, 1, 1, 576),
     }
 
 

@@ -1,123 +1,152 @@
 """Copies between slots and the pages of vLLM's CPU attention, which packs K and V inside each (block, head) cell.
 
-Where K and V are in a cell is probed once, at registration (see cpu_packing). Gathering then is a strided copy, or, for
-a packing that no strides describe, a selection by index. Scattering is done by vLLM's own kernel, the same that writes
-what the engine computes: it knows every packing, and writes the tokens it is given and nothing else.
+Where K and V are in a cell is probed once, at registration (see cpu_packing). After that a block is a strided copy in
+either direction, or, for a packing that no strides describe, a selection by index. Bytes are moved as they are, so a
+quantised cache is no different. A block of which only a part is wanted is copied whole to the side: a packing may not
+let a part of it be viewed; what was in the rest of it before is what is in it after.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from lmcache_connector.cpu_packing import probe_cell
-from lmcache_connector.gpu_connector import ChunkCopy, all_layers, slot_planes
-from lmcache_connector.layout import Piece, Plane, packed_plane
+from lmcache_connector.cpu_packing import CpuKernel, Plane, packed_plane, probe_cell
+from lmcache_connector.gpu_connector import ChunkCopy, slot_planes
+from lmcache_connector.layout import WORDS, Piece, check_pages, cut_at, equal_steps
 from lmcache_server.protocol.layout import KernelGroup
 
 __all__ = ["PackedCopier"]
 
-WIDER = {2: torch.int32, 4: torch.int64}
+WIDER = {1: torch.int16, 2: torch.int32, 4: torch.int64}
 """Two elements that stay together in both layouts move as one of twice the size (by bytes of one)."""
 
 
 class PackedCopier:
-    """For pages `[blocks, heads, block_size, 2 * head_size]` with dense cells, packed for the instruction set `isa`."""
+    """For pages `[blocks, heads, block_size, 2 * head_size]` with dense cells, packed by vLLM's `kernel`."""
 
-    def __init__(self, pages: Sequence[torch.Tensor], group: KernelGroup, isa: str) -> None:
-        """`pages` are in the order of `group.layers`; raises ValueError if their packing is unknown."""
+    def __init__(self, pages: Sequence[torch.Tensor], group: KernelGroup, block_size: int, kernel: CpuKernel) -> None:
+        """`pages` are in the order of `group.layers`; the engine's blocks have `block_size` tokens, the pages' as many
+        or a divisor of that. Raises ValueError if the pages do not fit the group or their packing is unknown.
+        """
+        check_pages(pages, group, block_size)
+        self.kernel = kernel
         self._group = group
-        self._isa = isa
-        self._block_size = pages[0].shape[2]
-        dense = (self._block_size * pages[0].shape[3], pages[0].shape[3], 1)
-        if pages[0].stride()[1:] != dense:
-            raise ValueError(f"expected pages with dense blocks, strides {dense}, got {pages[0].stride()[1:]}")
-        positions = probe_cell(self._block_size, group.head_size, pages[0].dtype, isa)
-        self._readers = [_reader(pages, table) for table in positions]
-        self._caches = [page.view(len(page), group.heads, -1, group.head_size).chunk(2, dim=2) for page in pages]
+        self._block_size = block_size
+        self._word = WORDS[pages[0].itemsize]
+        cells = [page.view(self._word) for page in pages]
+        self._tokens, content = cells[0].shape[2:]
+        for page in cells:
+            if page.shape[2] != self._tokens or page.stride()[1:] != (self._tokens * content, content, 1):
+                raise ValueError(
+                    f"expected pages with dense blocks of {self._tokens} tokens, got {list(page.shape)} with strides "
+                    f"{page.stride()}"
+                )
+        positions = probe_cell(self._tokens, group.head_size, kernel)
+        self._runs = [
+            (layers, [packed_cells(cells[layers], step, table) for table in positions])
+            for layers, step in equal_steps(cells)
+        ]
 
     def page_lock(self, memory: torch.Tensor) -> None:
         """See Copier; nothing to do here."""
 
     def gather(self, copies: Iterable[ChunkCopy]) -> None:
         """See Copier."""
-        for slot, pieces in copies:
-            for target, reader in zip(slot_planes(slot, self._group), self._readers, strict=True):
-                for piece in pieces:
-                    part = target[:, piece.in_chunk : piece.in_chunk + piece.tokens]
-                    if piece.tokens == self._block_size:
-                        reader.read(piece.block, part)
-                    else:
-                        part.copy_(self._whole_block(reader, piece, part))
+        for cells, piece, part in self._parts(copies):
+            if piece.tokens == self._tokens:
+                cells.read(piece.block, part)
+            else:
+                part.copy_(_in_block(self._whole(cells, piece, part), piece))
 
     def scatter(self, copies: Iterable[ChunkCopy]) -> None:
         """See Copier."""
-        from vllm._custom_ops import cpu_attn_reshape_and_cache
+        for cells, piece, part in self._parts(copies):
+            if piece.tokens == self._tokens:
+                cells.write(piece.block, part)
+            else:
+                whole = self._whole(cells, piece, part)
+                _in_block(whole, piece).copy_(part)
+                cells.write(piece.block, whole)
 
+    def _parts(self, copies: Iterable[ChunkCopy]) -> Iterator[tuple["Cells", Piece, torch.Tensor]]:
+        """What to copy: (the cells, which of their tokens, the slot's values `[layers, tokens, heads, head_size]`)."""
         for slot, pieces in copies:
-            if not pieces:
-                continue
-            places = torch.cat([self._places(piece) for piece in pieces])
-            start = pieces[0].in_chunk
-            tokens = slot_planes(slot, self._group)[:, :, start : start + len(places)]
-            for keys, values, (key_cache, value_cache) in zip(*tokens, self._caches, strict=True):
-                cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, places, self._isa)
+            planes = slot_planes(slot, self._group).view(self._word)
+            for piece in cut_at(self._tokens, pieces, self._block_size):
+                for layers, run in self._runs:
+                    for cells, values in zip(run, planes[:, layers], strict=True):
+                        yield cells, piece, values[:, piece.in_chunk : piece.in_chunk + piece.tokens]
 
-    def _places(self, piece: Piece) -> torch.Tensor:
-        start = piece.block * self._block_size + piece.in_block
-        return torch.arange(start, start + piece.tokens)
-
-    def _whole_block(self, reader: "Reader", piece: Piece, part: torch.Tensor) -> torch.Tensor:
-        """The piece's tokens, cut from a copy of its block: a packing may not let a part of a block be viewed."""
-        block = part.new_empty(len(part), self._block_size, *part.shape[2:])
-        reader.read(piece.block, block)
-        return block[:, piece.in_block : piece.in_block + piece.tokens]
+    def _whole(self, cells: "Cells", piece: Piece, part: torch.Tensor) -> torch.Tensor:
+        """A copy of the piece's block."""
+        whole = part.new_empty(len(part), self._tokens, *part.shape[2:])
+        cells.read(piece.block, whole)
+        return whole
 
 
-class StridedReader:
-    """Reads one plane of a block as a strided copy."""
+def _in_block(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return whole[:, piece.in_block : piece.in_block + piece.tokens]
 
-    def __init__(self, pages: Sequence[torch.Tensor], plane: Plane) -> None:
+
+class StridedCells:
+    """One plane of some layers' blocks, as strided copies."""
+
+    def __init__(self, pages: Sequence[torch.Tensor], step: int, plane: Plane) -> None:
         self._plane = plane
-        self._source = all_layers(plane, pages)
-        self._pairs = plane.element[-1] == (2, 1) and self._source.itemsize in WIDER
-        if self._pairs:
-            self._source = self._source.view(WIDER[self._source.itemsize]).squeeze(-1)
-        # A plane whose elements are far apart is read head by head, so that the cache lines in use fit the cache.
-        self._heads = range(self._source.shape[2 + len(plane.token)]) if plane.element[-1][1] != 1 else None
+        self._cells = plane.of_pages(pages[0], len(pages), step)
+        self._wider = WIDER[self._cells.itemsize] if plane.element[-1] == (2, 1) else None
+        if self._wider is not None:
+            self._cells = self._cells.view(self._wider).squeeze(-1)
+        # A plane whose elements are far apart is copied head by head, so that the cache lines in use fit the cache.
+        self._by_head = plane.element[-1][1] != 1
 
-    def read(self, block: int, into: torch.Tensor) -> None:
-        """Copy a block to `into`, `[layers, block_size, heads, head_size]`."""
-        target = self._plane.of_slot(into).squeeze(1)
-        if self._pairs:
-            target = target.view(self._source.dtype).squeeze(-1)
-        source = self._source[:, block]
-        axis = 1 + len(self._plane.token)
-        if self._heads is None:
-            target.copy_(source)
+    def read(self, block: int, values: torch.Tensor) -> None:
+        """Copy a block to `values`, `[layers, block_size, heads, head_size]`."""
+        for cells, part in self._pairs(block, values):
+            part.copy_(cells)
+
+    def write(self, block: int, values: torch.Tensor) -> None:
+        """Copy `values`, `[layers, block_size, heads, head_size]`, to a block."""
+        for cells, part in self._pairs(block, values):
+            cells.copy_(part)
+
+    def _pairs(self, block: int, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The block's cells and the values that belong there, in the same shape."""
+        cells, values = self._cells[:, block], self._plane.of_slot(values).squeeze(1)
+        if self._wider is not None:
+            values = values.view(self._wider).squeeze(-1)
+        if self._by_head:
+            axis = 1 + len(self._plane.token)
+            yield from zip(cells.unbind(axis), values.unbind(axis), strict=True)
         else:
-            for head in self._heads:
-                target.select(axis, head).copy_(source.select(axis, head))
+            yield cells, values
 
 
-class IndexedReader:
-    """Reads one plane of a block element by element, for packings without strides."""
+class IndexedCells:
+    """One plane of some layers' blocks, element by element, for packings without strides."""
 
-    def __init__(self, pages: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
+    def __init__(self, pages: Sequence[torch.Tensor], step: int, positions: torch.Tensor) -> None:
         heads, cell = pages[0].shape[1], positions.numel() * 2
         whole = Plane(0, pages[0].stride(0), pages[0].stride(1), ((1, 1),), ((cell, 1),))
-        self._cells = all_layers(whole, pages).view(len(pages), -1, heads, cell)
+        self._cells = whole.of_pages(pages[0], len(pages), step).view(len(pages), -1, heads, cell)
         self._positions = positions.flatten()
 
-    def read(self, block: int, into: torch.Tensor) -> None:
-        """Copy a block to `into`, `[layers, block_size, heads, head_size]`."""
-        layers, tokens, heads, size = into.shape
+    def read(self, block: int, values: torch.Tensor) -> None:
+        """Copy a block to `values`, `[layers, block_size, heads, head_size]`."""
+        layers, tokens, heads, size = values.shape
         found = self._cells[:, block].index_select(-1, self._positions)
-        into.copy_(found.view(layers, heads, tokens, size).transpose(1, 2))
+        values.copy_(found.view(layers, heads, tokens, size).transpose(1, 2))
+
+    def write(self, block: int, values: torch.Tensor) -> None:
+        """Copy `values`, `[layers, block_size, heads, head_size]`, to a block."""
+        flat = values.transpose(1, 2).flatten(2)
+        self._cells[:, block].index_copy_(-1, self._positions, flat)
 
 
-Reader = StridedReader | IndexedReader
+Cells = StridedCells | IndexedCells
 
 
-def _reader(pages: Sequence[torch.Tensor], positions: torch.Tensor) -> Reader:
+def packed_cells(pages: Sequence[torch.Tensor], step: int, positions: torch.Tensor) -> Cells:
+    """The plane whose elements are at `positions` in the cells of `pages`, which are `step` elements apart."""
     plane = packed_plane(pages[0], positions)
-    return IndexedReader(pages, positions) if plane is None else StridedReader(pages, plane)
+    return IndexedCells(pages, step, positions) if plane is None else StridedCells(pages, step, plane)

@@ -4,32 +4,33 @@
     scatter   slots -> pages   before the forward pass that reads them
 
 Both return when the bytes are where they belong. `StagedCopier` is for attention backends that declare where K and V
-are (see layout.declared_planes). It works on the device, on a stream of its own, through a staging buffer that looks
-like a slot, so that each chunk crosses between host and device in one copy; for that the pool is page-locked once.
-Nothing in it needs a GPU, and its tests run it on CPU tensors: IT HAS NOT RUN ON A GPU YET.
+are (see layout.row_tables). It works on the device, on a stream of its own: per chunk, plane and allocation one
+selection of rows, whatever the number of layers, into or out of a staging buffer that looks like a slot, so that each
+chunk crosses between host and device in one copy; for that the pool is page-locked once. Pages in the host's memory
+need no staging. Nothing in it needs a GPU, and its tests run it on CPU tensors: IT HAS NOT RUN ON A GPU YET.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 
-from lmcache_connector.layout import Piece, Plane, common_stride, declared_planes
-from lmcache_server.protocol.layout import KernelGroup
+from lmcache_connector.layout import Piece, check_pages, row_tables, token_places
+from lmcache_server.protocol.layout import ITEM_BYTES, KernelGroup
 
-__all__ = ["ChunkCopy", "Copier", "StagedCopier", "all_layers", "slot_planes"]
+__all__ = ["ChunkCopy", "Copier", "StagedCopier", "slot_planes"]
 
 
 class ChunkCopy(NamedTuple):
-    """One chunk's slot, as flat bytes, and which of its tokens lie in which blocks."""
+    """One chunk's slot, as flat bytes, and which of its tokens lie in which blocks, in order and without a gap."""
 
     slot: torch.Tensor
     pieces: Sequence[Piece]
 
 
 class Copier(Protocol):
-    """Moves tokens between the pages of one kernel group and slots."""
+    """Moves tokens between the pages of one kernel group and slots. Blocks are the engine's, not its kernels'."""
 
     def page_lock(self, memory: torch.Tensor) -> None:
         """Make the memory that slots lie in fit for fast copies; `memory` replaces what was locked before."""
@@ -42,36 +43,26 @@ class Copier(Protocol):
 
 
 def slot_planes(slot: torch.Tensor, group: KernelGroup) -> torch.Tensor:
-    """A slot's bytes as `[2, layers, tokens, heads, head_size]`."""
+    """A slot's bytes as `[planes, layers, tokens, heads, head_size]`; planes: K and V, or the latent vectors."""
     values = slot.view(getattr(torch, group.dtype))
-    return values.view(2, len(group.layers), -1, group.heads, group.head_size)
-
-
-def all_layers(plane: Plane, pages: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`plane` in the pages of all layers, without a copy.
-
-    Raises ValueError if the layers' pages are not at equal distances in one allocation.
-    """
-    stride = common_stride(pages)
-    if stride is None or any(page.stride() != pages[0].stride() for page in pages):
-        raise ValueError(
-            "the KV caches of this model's layers do not lie at equal distances in one allocation, which "
-            "LMCacheMPConnector needs; please report the model and the attention backend"
-        )
-    return plane.of_pages(pages[0], len(pages), stride)
+    return values.view(group.planes, len(group.layers), -1, group.heads, group.head_size)
 
 
 class StagedCopier:
-    """For pages whose K and V are plain strided tensors, on any device."""
+    """For pages whose K and V, or latent vectors, are plain strided tensors, on any device."""
 
-    def __init__(self, pages: Sequence[torch.Tensor], group: KernelGroup) -> None:
-        """`pages`, each `[blocks, heads, block_size, 2 * head_size]`, are in the order of `group.layers`."""
+    def __init__(self, pages: Sequence[torch.Tensor], group: KernelGroup, block_size: int) -> None:
+        """`pages`, each `[blocks, heads, tokens, planes * head_size]`, are in the order of `group.layers`.
+
+        The engine's blocks have `block_size` tokens, its kernels' (`tokens`) as many or a divisor of that. Raises
+        ValueError if the pages do not fit the group.
+        """
+        check_pages(pages, group, block_size)
         self._group = group
+        self._block_size = block_size
+        self._tables = row_tables(pages, group)
         self._device = pages[0].device
-        self._block_size = pages[0].shape[2]
-        self._planes = [all_layers(plane, pages) for plane in declared_planes(pages[0], group.head_size)]
-        on_gpu = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._locked: torch.Tensor | None = None
 
     def page_lock(self, memory: torch.Tensor) -> None:
@@ -87,41 +78,45 @@ class StagedCopier:
     def gather(self, copies: Iterable[ChunkCopy]) -> None:
         """See Copier."""
         with self._on_own_stream():
-            for slot, pieces in copies:
-                target = slot_planes(slot, self._group)
-                staging = torch.empty_like(target, device=self._device)
-                for start, ids in self._whole_blocks(pieces):
-                    for plane, pages in zip(staging, self._planes, strict=True):
-                        found = pages.index_select(1, ids)
-                        _tokens(plane, start, found.shape[1] * self._block_size).view(found.shape).copy_(found)
-                for piece in self._partial_blocks(pieces):
-                    for plane, pages in zip(staging, self._planes, strict=True):
-                        _tokens(plane, piece.in_chunk, piece.tokens).copy_(_in_block(pages, piece))
-                target.copy_(staging, non_blocking=True)
+            for slot, _, places in self._with_places(copies):
+                staging = slot if self._stream is None else torch.empty_like(slot, device=self._device)
+                for units, numbers, vectors in self._selections(staging, places):
+                    torch.index_select(units, 0, numbers, out=vectors.view(-1, units.shape[1]))
+                if staging is not slot:
+                    slot.copy_(staging, non_blocking=True)
         self._finish()
 
     def scatter(self, copies: Iterable[ChunkCopy]) -> None:
         """See Copier."""
         with self._on_own_stream():
-            for slot, pieces in copies:
-                staging = slot_planes(slot, self._group).to(self._device, non_blocking=True)
-                for start, ids in self._whole_blocks(pieces):
-                    for plane, pages in zip(staging, self._planes, strict=True):
-                        source = _tokens(plane, start, len(ids) * self._block_size)
-                        pages.index_copy_(1, ids, source.view(len(source), len(ids), *pages.shape[2:]))
-                for piece in self._partial_blocks(pieces):
-                    for plane, pages in zip(staging, self._planes, strict=True):
-                        _in_block(pages, piece).copy_(_tokens(plane, piece.in_chunk, piece.tokens))
+            for slot, first, places in self._with_places(copies):
+                staging = slot if self._stream is None else slot.to(self._device, non_blocking=True)
+                for units, numbers, vectors in self._selections(staging, places):
+                    part = vectors[:, first : first + len(places)].reshape(-1, units.shape[1])
+                    units.index_copy_(0, numbers, part)
         self._finish()
 
-    def _whole_blocks(self, pieces: Sequence[Piece]) -> Iterable[tuple[int, torch.Tensor]]:
-        """The blocks that lie whole in the chunk, one after the other: (first token in it, ids on the device)."""
-        whole = [piece for piece in pieces if piece.tokens == self._block_size]
-        if whole:
-            yield whole[0].in_chunk, torch.tensor([piece.block for piece in whole], device=self._device)
+    def _with_places(self, copies: Iterable[ChunkCopy]) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
+        """Each slot that has tokens to copy: (its bytes, its first token, where the tokens are, on the device)."""
+        wanted = [copy for copy in copies if copy.pieces]
+        pieces = [piece for copy in wanted for piece in copy.pieces]
+        places = token_places(pieces, self._block_size).to(self._device)
+        counts = [sum(piece.tokens for piece in copy.pieces) for copy in wanted]
+        for (slot, (first, *_)), part in zip(wanted, torch.split(places, counts), strict=True):
+            yield slot, first.in_chunk, part
 
-    def _partial_blocks(self, pieces: Sequence[Piece]) -> list[Piece]:
-        return [piece for piece in pieces if piece.tokens != self._block_size]
+    def _selections(
+        self, slot: torch.Tensor, places: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """For each plane in each allocation: (units, their numbers, the slot's vectors `[layers, tokens, words]`)."""
+        group = self._group
+        row = group.heads * group.head_size * ITEM_BYTES[group.dtype]
+        planes = slot.view(group.planes, len(group.layers), -1, row)
+        for table in self._tables:
+            numbers = table.numbers(places)
+            for plane, vectors in enumerate(planes):
+                units = table.units[plane * table.plane :]
+                yield units, numbers, vectors[table.layers].view(units.dtype)
 
     def _on_own_stream(self) -> AbstractContextManager[object]:
         if self._stream is None:
@@ -134,11 +129,3 @@ class StagedCopier:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
             done.synchronize()
-
-
-def _tokens(plane: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    return plane[:, start : start + count]
-
-
-def _in_block(pages: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return pages[:, piece.block, piece.in_block : piece.in_block + piece.tokens]

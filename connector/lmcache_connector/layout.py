@@ -1,98 +1,40 @@
-"""Where a token's K and V are, in the engine's pages and in a chunk's slot. Shape arithmetic only: nothing is copied.
+"""Where a token's vectors are, in the engine's pages and in a chunk's slot. Arithmetic and views: nothing is copied.
 
-    pages   per layer a tensor [blocks, heads, block_size, C], in whatever physical order its strides tell;
-            one (block, head) cell holds the K and V of block_size tokens
-    slot    [2, layers, chunk_size, heads, head_size], contiguous: K, then V (see lmcache_server.protocol.layout)
+    pages   per layer a tensor [blocks, heads, block_size, C], in whatever physical order, with whatever padding and at
+            whatever place its strides tell; C holds K, then V, or one latent vector
+    slot    [planes, layers, chunk_size, heads, head_size], contiguous (see lmcache_server.protocol.layout)
 
-A layout is declared (by shape and strides) or probed (see cpu_packing), never guessed from a shape. Lengths and strides
-are in elements unless they are called bytes.
+A layout is declared (by shape and strides) or probed (see cpu_packing), never guessed from a shape. Declared pages are
+seen as tables of rows: a row is one plane's vector of one token and head, and every row has a number that is a sum of
+strides, so all layers, tokens and heads of a chunk are one selection, whatever the layout. The engine may cut its
+blocks into smaller kernel blocks, which lie one after the other: a token's place, counted in tokens from the first
+block on, is the same in both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
+from math import gcd
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Digits", "Piece", "Plane", "chunk_pieces", "common_stride", "declared_planes", "digits", "packed_plane"]
+from lmcache_server.protocol.layout import ITEM_BYTES, KernelGroup
 
-Digits = tuple[tuple[int, int], ...]
-"""An index cut into digits, most significant first, each with its (size, stride): (i, j) of ((4, 32), (16, 2)) is index
-16 * i + j and lies at 32 * i + 2 * j."""
+__all__ = [
+    "WORDS",
+    "Piece",
+    "RowTable",
+    "check_pages",
+    "chunk_pieces",
+    "cut_at",
+    "equal_steps",
+    "row_tables",
+    "token_places",
+]
 
-
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """Where K, or V, is in the pages of one layer: element (block, head, token, element) is at `offset` + strides."""
-
-    offset: int
-    block: int
-    head: int
-    token: Digits
-    element: Digits
-
-    def of_pages(self, first: torch.Tensor, layers: int, layer_stride: int) -> torch.Tensor:
-        """`[layers, blocks, *token digits, heads, *element digits]` over the pages; `first`: the first layer's."""
-        blocks, heads = first.shape[:2]
-        dims = [(layers, layer_stride), (blocks, self.block), *self.token, (heads, self.head), *self.element]
-        sizes, strides = zip(*dims, strict=True)
-        return first.as_strided(sizes, strides, first.storage_offset() + self.offset)
-
-    def of_slot(self, plane: torch.Tensor) -> torch.Tensor:
-        """`plane`, `[layers, tokens, heads, head_size]` of whole blocks, cut into the dimensions of `of_pages`."""
-        layers, tokens, heads, _ = plane.shape
-        token, element = ([size for size, _ in digits] for digits in (self.token, self.element))
-        return plane.view(layers, tokens // prod(token), *token, heads, *element)
-
-
-def declared_planes(pages: torch.Tensor, head_size: int) -> tuple[Plane, Plane]:
-    """K and V of pages `[blocks, heads, block_size, 2 * head_size]` that hold K, then V, for each token."""
-    block, head, token, element = pages.stride()
-    tokens = ((pages.shape[2], token),)
-    elements = ((head_size, element),)
-    return (
-        Plane(0, block, head, tokens, elements),
-        Plane(head_size * element, block, head, tokens, elements),
-    )
-
-
-def packed_plane(pages: torch.Tensor, positions: torch.Tensor) -> Plane | None:
-    """K or V of pages whose cells are dense and hold token n, element d at `positions[n, d]`.
-
-    None if the positions are not sums of strides.
-    """
-    offset = int(positions[0, 0])
-    rows, columns = positions[:, 0] - offset, positions[0] - offset
-    token, element = digits(rows), digits(columns)
-    if token is None or element is None or not torch.equal(positions, offset + rows[:, None] + columns):
-        return None
-    return Plane(offset, pages.stride(0), pages.stride(1), token, element)
-
-
-def digits(places: torch.Tensor) -> Digits | None:
-    """The digits that put index i at `places[i]` (`places[0]` is 0); None if there are none."""
-    result: list[tuple[int, int]] = []
-    while len(places) > 1:
-        stride = int(places[1])
-        regular = places == stride * torch.arange(len(places))
-        size = len(places) if bool(regular.all()) else int(regular.int().argmin())
-        if len(places) % size or not torch.equal(places.view(-1, size), places[::size, None] + places[:size]):
-            return None
-        result.append((size, stride))
-        places = places[::size]
-    return tuple(reversed(result)) or ((1, 1),)
-
-
-def common_stride(pages: Sequence[torch.Tensor]) -> int | None:
-    """The distance between the pages of consecutive layers, if they are equal steps in one storage."""
-    first = pages[0]
-    if any(page.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for page in pages):
-        return None
-    offsets = [page.storage_offset() for page in pages]
-    steps = {int(b - a) for a, b in pairwise(offsets)}
-    return None if len(steps) > 1 or min(steps, default=0) < 0 else max(steps, default=0)
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""Bytes are moved as integers of this many bytes, so that no bit pattern is ever taken for a number."""
 
 
 class Piece(NamedTuple):
@@ -117,10 +59,148 @@ def chunk_pieces(
         pieces                          [2..][ ids[3] ][4..]
     """
     start, stop = max(first, chunk * chunk_size), min(end, (chunk + 1) * chunk_size)
-    pieces = []
+    cuts = _cuts(start, stop, block_size)
+    return [Piece(at - chunk * chunk_size, block_ids[i], in_block, tokens) for at, i, in_block, tokens in cuts]
+
+
+def cut_at(kernel_block_size: int, pieces: Sequence[Piece], block_size: int) -> list[Piece]:
+    """The same tokens, in kernel blocks instead of the engine's."""
+    result = []
+    for in_chunk, block, in_block, tokens in pieces:
+        start = block * block_size + in_block
+        for at, *cut in _cuts(start, start + tokens, kernel_block_size):
+            result.append(Piece(in_chunk + at - start, *cut))
+    return result
+
+
+def _cuts(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int, int]]:
+    """[start, stop) cut at multiples of `size`: (from, which multiple, how far behind it, length)."""
     while start < stop:
-        index, in_block = divmod(start, block_size)
-        tokens = min(stop - start, block_size - in_block)
-        pieces.append(Piece(start - chunk * chunk_size, block_ids[index], in_block, tokens))
-        start += tokens
-    return pieces
+        index, behind = divmod(start, size)
+        length = min(stop - start, size - behind)
+        yield start, index, behind, length
+        start += length
+
+
+def token_places(pieces: Sequence[Piece], block_size: int) -> torch.Tensor:
+    """`[tokens]`, int64: block * block_size + place in the block, of the pieces' tokens one after the other."""
+    starts = torch.tensor([piece.block * block_size + piece.in_block for piece in pieces], dtype=torch.int64)
+    lengths = torch.tensor([piece.tokens for piece in pieces], dtype=torch.int64)
+    ends = lengths.cumsum(0)
+    total = int(ends[-1]) if pieces else 0
+    return torch.arange(total) + (starts - ends + lengths).repeat_interleave(lengths)
+
+
+def check_pages(pages: Sequence[torch.Tensor], group: KernelGroup, block_size: int) -> None:
+    """Raise ValueError unless these can be the pages of the group's layers, in blocks of `block_size` tokens."""
+    content = group.planes * group.head_size
+    if len(pages) != len(group.layers):
+        raise ValueError(f"expected the KV caches of {len(group.layers)} layers, got {len(pages)}")
+    for layer, page in zip(group.layers, pages, strict=True):
+        fits = (
+            page.dim() == 4
+            and (page.shape[1], page.shape[3]) == (group.heads, content)
+            and block_size % page.shape[2] == 0
+            and page.itemsize == ITEM_BYTES[group.dtype]
+        )
+        if not fits:
+            raise ValueError(
+                f"layer {layer}: expected a KV cache [blocks, {group.heads}, {block_size} or a divisor of it, "
+                f"{content}] of {group.dtype}, got {list(page.shape)} of {page.dtype}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """The pages of some consecutive layers, in one allocation, as rows. All numbers are in units: a row is one or
+    several units, the largest that all rows begin and end at.
+    """
+
+    layers: slice
+    """Which of the group's layers."""
+    units: torch.Tensor
+    """`[units, words]`: the allocation, from the first layer's first row on or a little before."""
+    base: torch.Tensor
+    """`[layers, 1, heads, units per row]`, int64: where the first token of the first block is."""
+    block_size: int
+    """Tokens of a kernel block."""
+    block: int
+    token: int
+    plane: int
+    """Distances: from a kernel block to the next, from a token to the next, from K to V."""
+
+    def numbers(self, places: torch.Tensor) -> torch.Tensor:
+        """`[layers * tokens * heads * units per row]`: the units of plane 0 of the tokens at `places`, in the order of
+        a slot; `units[plane * p:]` has those of plane p at the same numbers.
+        """
+        blocks = places.div(self.block_size, rounding_mode="floor")
+        starts = blocks * (self.block - self.block_size * self.token) + places * self.token
+        return (self.base + starts[:, None, None]).flatten()
+
+
+def row_tables(pages: Sequence[torch.Tensor], group: KernelGroup) -> list[RowTable]:
+    """`pages` `[blocks, heads, block_size, planes * head_size]`, in the order of the group's layers, as few tables.
+
+    Layers may lie anywhere; those that share an allocation share a table. Raises ValueError if the elements of a
+    vector do not lie side by side.
+    """
+    for layer, page in zip(group.layers, pages, strict=True):
+        if page.stride(3) != 1:
+            raise ValueError(f"layer {layer}: expected a KV cache whose last stride is 1, got strides {page.stride()}")
+    return [_row_table(pages[run], run, group) for run in _runs(pages)]
+
+
+def _row_table(pages: Sequence[torch.Tensor], layers: slice, group: KernelGroup) -> RowTable:
+    first, item = pages[0], pages[0].itemsize
+    row = group.head_size * item
+    # The stride of a dimension of size 1 means nothing.
+    block, head, token = (
+        stride * item if size > 1 else 0 for size, stride in zip(first.shape[:3], first.stride()[:3], strict=True)
+    )
+    starts = [int(page.storage_offset()) * item for page in pages]
+    unit = gcd(row, block, head, token, *(start - starts[0] for start in starts))
+    origin = starts[0] % unit
+    base = torch.tensor(starts)[:, None, None, None] - origin
+    base = base + head * torch.arange(group.heads)[:, None] + unit * torch.arange(row // unit)
+    return RowTable(
+        layers=layers,
+        units=_units(first, origin, unit),
+        base=(base // unit).to(first.device),
+        block_size=first.shape[2],
+        block=block // unit,
+        token=token // unit,
+        plane=row // unit,
+    )
+
+
+def _units(page: torch.Tensor, origin: int, unit: int) -> torch.Tensor:
+    """The allocation of `page` from byte `origin` on, `[units, words]`."""
+    storage = page.untyped_storage()
+    count = (storage.nbytes() - origin) // unit
+    memory: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=page.device).set_(storage, origin, (count * unit,))  # type: ignore[call-overload]
+    word = next(word for size, word in WORDS.items() if unit % size == origin % size == 0)
+    return memory.view(word).view(count, unit // word.itemsize)
+
+
+def equal_steps(pages: Sequence[torch.Tensor]) -> Iterator[tuple[slice, int]]:
+    """Runs of layers at equal distances in one allocation: (which layers, the distance in elements; 0 if it is one)."""
+    for run in _runs(pages):
+        first, step = run.start, 0
+        for layer in range(run.start + 1, run.stop):
+            distance = int(pages[layer].storage_offset() - pages[layer - 1].storage_offset())
+            if distance > 0 and (layer == first + 1 or distance == step):
+                step = distance
+            else:
+                yield slice(first, layer), step
+                first, step = layer, 0
+        yield slice(first, run.stop), step
+
+
+def _runs(pages: Sequence[torch.Tensor]) -> list[slice]:
+    """The longest runs of layers whose pages differ by nothing but their place in one allocation."""
+
+    def kind(page: torch.Tensor) -> tuple[object, ...]:
+        return page.untyped_storage().data_ptr(), page.dtype, page.shape, page.stride()
+
+    ends = [i for i in range(1, len(pages)) if kind(pages[i]) != kind(pages[i - 1])]
+    return [slice(start, end) for start, end in pairwise([0, *ends, len(pages)])]

@@ -16,6 +16,7 @@ import torch
 
 from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.cpu_connector import PackedCopier
+from lmcache_connector.cpu_packing import CpuKernel
 from lmcache_connector.gpu_connector import ChunkCopy, Copier, StagedCopier
 from lmcache_connector.health import ServerLink, attacher
 from lmcache_connector.layout import Piece, chunk_pieces
@@ -51,26 +52,20 @@ def make_copier(vllm_config: "VllmConfig", config: ConnectorConfig, kv_caches: M
 
     (group,) = config.layout.groups
     pages = [kv_caches[layer] for layer in config.layers]
-    expected = (group.heads, config.block_size, 2 * group.head_size)
-    for layer, page in zip(config.layers, pages, strict=True):
-        if tuple(page.shape[1:]) != expected or str(page.dtype) != f"torch.{group.dtype}":
-            raise ValueError(
-                f"layer {layer}: expected a KV cache [blocks, {', '.join(map(str, expected))}] of {group.dtype}, "
-                f"got {list(page.shape)} of {page.dtype}"
-            )
     names = sorted({backend.get_name() for backend in get_current_attn_backends(vllm_config, list(config.layers))})
     if names == ["CPU_ATTN"]:
-        layers = vllm_config.compilation_config.static_forward_context
-        isas = {layers[layer].isa for layer in config.layers}
-        if len(isas) != 1:
-            raise ValueError(f"the layers' attention uses several instruction sets {sorted(isas)}; expected one")
-        return PackedCopier(pages, group, isas.pop())
+        layers = [vllm_config.compilation_config.static_forward_context[layer] for layer in config.layers]
+        dtype = vllm_config.model_config.dtype
+        kernels = {CpuKernel(layer.isa, dtype, layer.impl.kv_cache_dtype) for layer in layers}
+        if len(kernels) != 1:
+            raise ValueError(f"the layers' attention writes its cache in several ways {kernels}; expected one")
+        return PackedCopier(pages, group, config.block_size, kernels.pop())
     if not set(names) <= set(DECLARED_BACKENDS):
         raise ValueError(
             f"attention backend {', '.join(names)}: LMCacheMPConnector does not know how it lays out its pages; "
             f"known are CPU_ATTN, {', '.join(DECLARED_BACKENDS)} (choose one with --attention-backend)"
         )
-    return StagedCopier(pages, group)
+    return StagedCopier(pages, group, config.block_size)
 
 
 class WorkerHalf:

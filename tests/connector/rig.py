@@ -25,7 +25,7 @@ from lmcache_connector.scheduler import SchedulerHalf
 from lmcache_connector.settings import Settings
 from lmcache_connector.worker import WorkerHalf
 from lmcache_server.protocol.layout import CacheLayout, KernelGroup
-from tests.connector.pages import strided_pages
+from tests.connector.pages import Paged, Shape
 
 BLOCKS = 64
 SPARE = 24
@@ -62,9 +62,10 @@ class Rig:
     def __init__(self, config: ConnectorConfig, *, step_tokens: int = 10**6) -> None:
         self.config = config
         self.group = config.layout.groups[0]
-        self.memory, self.pages = strided_pages(self.group, BLOCKS, config.block_size, tokens_first=True, padding=0)
+        paged = Paged(Shape("LBNHC", self.group, BLOCKS, config.block_size))
+        self.memory, self.pages = paged.memories[0].view(paged.pages[0].dtype).normal_(), paged.pages
         self.scheduler = SchedulerHalf(config)
-        self.worker = WorkerHalf(config, 0, StagedCopier(self.pages, self.group))
+        self.worker = WorkerHalf(config, 0, StagedCopier(self.pages, self.group, config.block_size))
         self.step_tokens = step_tokens
         self.free = list(range(BLOCKS))
         self.invalid: set[int] = set()

@@ -1,133 +1,158 @@
-"""vLLM's packed CPU pages: the packing that is probed, and copies against what vLLM's own kernel wrote and reads."""
+"""vLLM's packed CPU pages: copies against what vLLM's own kernel was given, wrote and would write."""
 
 import pytest
 import torch
 
-from lmcache_connector.cpu_connector import IndexedReader, PackedCopier, StridedReader
-from lmcache_connector.cpu_packing import probe_cell
+from lmcache_connector.cpu_connector import IndexedCells, PackedCopier, StridedCells, packed_cells
+from lmcache_connector.cpu_packing import CpuKernel, probe_cell
+from lmcache_connector.layout import WORDS
 from lmcache_server.protocol.layout import KernelGroup
-from tests.connector.pages import copies, new_slots, value_in_slots
+from tests.connector.kernels import KERNELS
+from tests.connector.pages import copies, flat_tokens, new_slots
 
 ops = pytest.importorskip("vllm._custom_ops")
 
-ISAS = [
-    pytest.param("vec", "float32", 64, id="vec-float32"),
-    pytest.param("vec", "bfloat16", 64, id="vec-bfloat16"),
-    pytest.param("vec16", "float16", 80, id="vec16-float16"),
-    pytest.param(
-        "amx", "bfloat16", 32, id="amx-bfloat16",
-        marks=pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this machine has no AMX"),
-    ),
-]  # fmt: skip
 LAYERS = 3
+TOKENS = 128
 
 
 class Pages:
-    """A CPU cache of some layers that vLLM's kernel filled with known keys and values, token by token."""
+    """A CPU cache of some layers that vLLM's kernel fills with known keys and values, token by token."""
 
-    def __init__(self, isa: str, group: KernelGroup, blocks: int, block_size: int) -> None:
-        self.isa, self.group, self.block_size = isa, group, block_size
-        dtype = getattr(torch, group.dtype)
+    def __init__(self, kernel: CpuKernel, group: KernelGroup, blocks: int, block_size: int) -> None:
+        self.kernel, self.group = kernel, group
         shape = (LAYERS, blocks, group.heads, block_size, 2 * group.head_size)
-        self.memory = torch.randn(shape).to(dtype)
-        self.pages = list(self.memory.unbind(0))
+        self.memory = torch.randint(0, 256, (*shape[:-1], shape[-1] * kernel.cache_dtype.itemsize), dtype=torch.uint8)
+        self.pages = list(self.memory.view(kernel.cache_dtype).unbind(0))
         tokens = blocks * block_size
-        self.kv = torch.randn(LAYERS, 2, tokens, group.heads, group.head_size).to(dtype)
+        self.kv = torch.randn(LAYERS, 2, tokens, group.heads, group.head_size).to(kernel.dtype)
 
-    def write(self, layer: int, tokens: torch.Tensor) -> None:
-        """Have the kernel write the known values of `tokens` (numbered through all blocks) of a layer."""
-        page = self.pages[layer]
-        keys, values = page.view(len(page), self.group.heads, -1, self.group.head_size).chunk(2, dim=2)
-        k, v = self.kv[layer][:, tokens]
-        ops.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), keys, values, tokens, self.isa)
+    def write(self, tokens: torch.Tensor) -> None:
+        """Have the kernel write the known values of `tokens` (numbered through all blocks)."""
+        for page, kv in zip(self.pages, self.kv, strict=True):
+            caches = page.view(len(page), self.group.heads, -1, self.group.head_size).chunk(2, dim=2)
+            keys, values = (kv[plane, tokens].contiguous() for plane in (0, 1))
+            ops.cpu_attn_reshape_and_cache(
+                keys, values, *caches, tokens, self.kernel.isa, kv_cache_dtype=self.kernel.kv_cache_dtype
+            )
+
+    def cached(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What of the known values of `tokens` can be in the cache, as bytes `[2, LAYERS, tokens, heads * row]`."""
+        kv = self.kv[:, :, tokens].transpose(0, 1)
+        if self.kernel.cache_dtype != self.kernel.dtype:
+            kv = self.quantised(kv)
+        return kv.contiguous().view(torch.uint8).flatten(3)
+
+    def quantised(self, values: torch.Tensor) -> torch.Tensor:
+        """The bytes that the kernel makes of each value, found by writing it to a whole block."""
+        every = values.flatten().unique()
+        codes = [self.kernel.written(torch.full((1, 2, 32, 32), float(value))).unique() for value in every]
+        assert all(len(code) == 1 for code in codes)
+        return torch.cat(codes)[torch.searchsorted(every, values.contiguous())]
 
 
-def group_of(dtype: str, head_size: int, heads: int = 2) -> KernelGroup:
+def group_of(kernel: CpuKernel, head_size: int, heads: int = 2) -> KernelGroup:
+    dtype = str(kernel.cache_dtype).removeprefix("torch.")
     return KernelGroup(tuple(range(LAYERS)), planes=2, heads=heads, head_size=head_size, dtype=dtype)
 
 
-@pytest.mark.parametrize(("isa", "dtype", "head_size"), ISAS)
-def test_the_probed_packing_is_a_permutation_of_the_cell(isa: str, dtype: str, head_size: int) -> None:
-    positions = probe_cell(32, head_size, getattr(torch, dtype), isa)
-    assert positions.shape == (2, 32, head_size)
-    assert torch.equal(positions.flatten().sort().values, torch.arange(2 * 32 * head_size))
+def places(tokens: range, block: int, ids: list[int]) -> torch.Tensor:
+    return torch.tensor([ids[token // block] * block + token % block for token in tokens])
 
 
-def test_the_vec_packing_is_transposed_keys_then_plain_values() -> None:
-    keys, values = probe_cell(32, 64, torch.float32, "vec")
-    assert torch.equal(keys, torch.arange(64) * 32 + torch.arange(32)[:, None])
-    assert torch.equal(values, 32 * 64 + torch.arange(32)[:, None] * 64 + torch.arange(64))
-
-
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize(("chunk", "block"), [(32, 32), (16, 64), (8, 32), (64, 32)])
-@pytest.mark.parametrize(("isa", "dtype", "head_size"), ISAS)
+@pytest.mark.parametrize(("chunk", "block", "heads"), [(32, 32, 1), (16, 64, 3), (64, 32, 3)])
+@pytest.mark.parametrize(("kernel", "head_size"), KERNELS)
 def test_gathered_slots_hold_what_the_kernel_was_given(
-    isa: str, dtype: str, head_size: int, chunk: int, block: int, heads: int
+    kernel: CpuKernel, head_size: int, chunk: int, block: int, heads: int
 ) -> None:
-    group = group_of(dtype, head_size, heads)
-    cache = Pages(isa, group, blocks=5, block_size=block)
-    for layer in range(LAYERS):
-        cache.write(layer, torch.arange(5 * block))
-    ids = [3, 0, 4, 1][: 128 // block]
-    slots = new_slots(group, chunk, 128 // chunk, fill="zeros")
+    group = group_of(kernel, head_size, heads)
+    cache = Pages(kernel, group, blocks=5, block_size=block)
+    if kernel.cache_dtype != kernel.dtype:
+        cache.kv = (cache.kv * 4).round() / 4  # few values, so that each can be asked for
+    cache.write(torch.arange(5 * block))
+    ids = [3, 0, 4, 1][: TOKENS // block]
+    slots = new_slots(group, chunk, TOKENS // chunk)
     before = cache.memory.clone()
-    PackedCopier(cache.pages, group, isa).gather(copies(slots, 0, 128, chunk, block, ids))
-    for token in range(0, 128, 7):
-        place = ids[token // block] * block + token % block
-        for layer in range(LAYERS):
-            for plane in range(2):
-                for head, element in ((0, 0), (heads - 1, head_size - 1), (0, head_size // 2 + 1)):
-                    stored = value_in_slots(slots, group, chunk, layer, plane, token, head, element)
-                    assert stored == cache.kv[layer, plane, place, head, element].item()
+    PackedCopier(cache.pages, group, block, kernel).gather(copies(slots, 0, TOKENS, chunk, block, ids))
+    assert torch.equal(flat_tokens(slots, group, 0, TOKENS), cache.cached(places(range(TOKENS), block, ids)))
     assert torch.equal(cache.memory, before)
 
 
-@pytest.mark.parametrize(("first", "end"), [(0, 128), (0, 127), (32, 128), (64, 65)])
-@pytest.mark.parametrize(("chunk", "block"), [(32, 32), (16, 64), (64, 32)])
-@pytest.mark.parametrize(("isa", "dtype", "head_size"), ISAS)
+@pytest.mark.parametrize(("first", "end"), [(0, 127), (32, 128), (64, 65)])
+@pytest.mark.parametrize(("chunk", "block"), [(16, 64), (64, 32)])
+@pytest.mark.parametrize(("kernel", "head_size"), KERNELS)
 def test_scattering_writes_what_the_kernel_would_and_nothing_else(
-    isa: str, dtype: str, head_size: int, chunk: int, block: int, first: int, end: int
+    kernel: CpuKernel, head_size: int, chunk: int, block: int, first: int, end: int
 ) -> None:
-    group = group_of(dtype, head_size)
-    cache = Pages(isa, group, blocks=5, block_size=block)
-    ids = [3, 0, 4, 1][: 128 // block]
-    slots = new_slots(group, chunk, 128 // chunk)
-    before = cache.memory.clone()
-    tokens = torch.tensor([ids[t // block] * block + t % block for t in range(first, end)])
-    flat = torch.cat([slot.view(getattr(torch, dtype)).view(2, LAYERS, chunk, 2, head_size) for slot in slots], dim=2)
-    cache.kv[:, :, tokens] = flat[:, :, first:end].transpose(0, 1)
-    for layer in range(LAYERS):
-        cache.write(layer, tokens)
-    expected = cache.memory.clone()
-    cache.memory.copy_(before)
-    PackedCopier(cache.pages, group, isa).scatter(copies(slots, first, end, chunk, block, ids))
-    assert torch.equal(cache.memory.view(torch.uint8), expected.view(torch.uint8))
+    """What was gathered from a cache that the kernel filled is written to a second one, beside what is in it."""
+    group = group_of(kernel, head_size)
+    ids = [3, 0, 4, 1][: TOKENS // block]
+    full, other = (Pages(kernel, group, blocks=5, block_size=block) for _ in range(2))
+    full.write(torch.arange(5 * block))
+    slots = new_slots(group, chunk, TOKENS // chunk)
+    PackedCopier(full.pages, group, block, kernel).gather(copies(slots, 0, TOKENS, chunk, block, ids))
+    before = other.memory.clone()
+    other.kv = full.kv
+    other.write(places(range(first, end), block, ids))
+    expected = other.memory.clone()
+    other.memory.copy_(before)
+    PackedCopier(other.pages, group, block, kernel).scatter(copies(slots, first, end, chunk, block, ids))
+    assert torch.equal(other.memory, expected)
 
 
-@pytest.mark.parametrize(("isa", "dtype", "head_size"), ISAS)
-def test_reading_by_strides_and_by_index_is_the_same(isa: str, dtype: str, head_size: int) -> None:
-    group = group_of(dtype, head_size)
-    cache = Pages(isa, group, blocks=3, block_size=32)
-    cache.memory.view(torch.uint8).random_()
-    positions = probe_cell(32, head_size, getattr(torch, dtype), isa)
-    copier = PackedCopier(cache.pages, group, isa)
-    for reader, table in zip(copier._readers, positions, strict=True):
-        assert isinstance(reader, StridedReader), "every packing of this vLLM is strided"
-        by_strides, by_index = (torch.zeros(LAYERS, 32, 2, head_size, dtype=getattr(torch, dtype)) for _ in range(2))
-        reader.read(1, by_strides)
-        IndexedReader(cache.pages, table).read(1, by_index)
-        assert torch.equal(by_strides.view(torch.uint8), by_index.view(torch.uint8))
+@pytest.mark.parametrize(("kernel", "head_size"), KERNELS)
+def test_blocks_that_the_kernel_cuts_are_still_the_blocks_of_the_engine(kernel: CpuKernel, head_size: int) -> None:
+    group = group_of(kernel, head_size)
+    cache = Pages(kernel, group, blocks=10, block_size=32)
+    cache.memory.random_(0, 256)
+    uncut, cut = (new_slots(group, 32, 4) for _ in range(2))
+    by_kernel = PackedCopier(cache.pages, group, 32, kernel)
+    by_kernel.gather(copies(uncut, 0, TOKENS, 32, 32, [6, 7, 2, 3]))
+    PackedCopier(cache.pages, group, 64, kernel).gather(copies(cut, 0, TOKENS, 32, 64, [3, 1]))
+    assert all(map(torch.equal, cut, uncut))
 
 
-def test_a_kernel_that_is_no_permutation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", lambda *_: None)
-    with pytest.raises(ValueError, match="does not know"):
-        probe_cell(32, 64, torch.float32, "vec")
+@pytest.mark.parametrize("chosen", [[2, 0, 1], [0, 2], [0, 1, 3]])
+def test_layers_may_lie_at_any_distances(chosen: list[int]) -> None:
+    kernel = CpuKernel("vec", torch.float32)
+    memory = torch.randn(4, 5, 2, 32, 128)
+    group = KernelGroup(tuple(range(len(chosen))), planes=2, heads=2, head_size=64, dtype="float32")
+    one = KernelGroup((0,), planes=2, heads=2, head_size=64, dtype="float32")
+    slots = new_slots(group, 32, 2)
+    PackedCopier([memory[layer] for layer in chosen], group, 32, kernel).gather(copies(slots, 0, 64, 32, 32, [3, 1]))
+    for index, layer in enumerate(chosen):
+        alone = new_slots(one, 32, 2)
+        PackedCopier([memory[layer]], one, 32, kernel).gather(copies(alone, 0, 64, 32, 32, [3, 1]))
+        assert torch.equal(flat_tokens(slots, group, 0, 64)[:, [index]], flat_tokens(alone, one, 0, 64))
+
+
+@pytest.mark.parametrize(("kernel", "head_size"), KERNELS)
+def test_copies_by_strides_and_by_index_are_the_same(kernel: CpuKernel, head_size: int) -> None:
+    group = group_of(kernel, head_size)
+    cache = Pages(kernel, group, blocks=3, block_size=32)
+    word = WORDS[kernel.cache_dtype.itemsize]
+    pages = [page.view(word) for page in cache.pages]
+    step = pages[0].numel()
+    for table in probe_cell(32, head_size, kernel):
+        by_strides, by_index = packed_cells(pages, step, table), IndexedCells(pages, step, table)
+        assert isinstance(by_strides, StridedCells), "every packing of this vLLM is strided"
+        one, two = (torch.zeros(LAYERS, 32, 2, head_size, dtype=word) for _ in range(2))
+        by_strides.read(1, one)
+        by_index.read(1, two)
+        assert torch.equal(one, two)
+        by_strides.write(0, one)
+        after = cache.memory.clone()
+        cache.memory[:, 0].zero_()
+        by_strides.write(0, torch.zeros_like(one))
+        by_index.write(0, one)
+        assert torch.equal(cache.memory[:, 1:], after[:, 1:])
+        two.zero_()
+        by_strides.read(0, two)
+        assert torch.equal(one, two)
 
 
 def test_pages_with_holes_inside_a_block_are_refused() -> None:
-    group = group_of("float32", 64)
+    kernel = CpuKernel("vec", torch.float32)
     holey = torch.zeros(LAYERS, 2, 2, 32, 130)[..., :128]
     with pytest.raises(ValueError, match="dense blocks"):
-        PackedCopier(list(holey.unbind(0)), group, "vec")
+        PackedCopier(list(holey.unbind(0)), group_of(kernel, 64), 32, kernel)

@@ -1,18 +1,12 @@
-"""Shape arithmetic, against references that are written out index by index."""
+"""Pieces, places and rows, against references that are written out token by token."""
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_connector.layout import (
-    Piece,
-    Plane,
-    chunk_pieces,
-    common_stride,
-    declared_planes,
-    digits,
-    packed_plane,
-)
+from lmcache_connector.layout import Piece, chunk_pieces, cut_at, equal_steps, row_tables, token_places
+from lmcache_server.protocol.layout import KernelGroup
 
 
 def test_pieces_of_chunks_larger_than_blocks() -> None:
@@ -59,81 +53,63 @@ def test_pieces_cover_each_token_once_in_order_in_its_own_block(
     assert covered == list(range(first, end))
 
 
-def test_digits_of_a_plain_stride_are_one_digit() -> None:
-    assert digits(3 * torch.arange(10)) == ((10, 3),)
-    assert digits(torch.zeros(1, dtype=torch.int64)) == ((1, 1),)
-
-
-@given(st.lists(st.tuples(st.integers(2, 5), st.integers(1, 50)), min_size=1, max_size=4))
-def test_digits_say_where_each_index_is(wanted: list[tuple[int, int]]) -> None:
-    places = torch.zeros(1, dtype=torch.int64)
-    for size, stride in wanted:
-        places = (places[:, None] + stride * torch.arange(size)).flatten()
-    found = digits(places)
-    assert found is not None
-    again = torch.zeros(1, dtype=torch.int64)
-    for size, stride in found:
-        again = (again[:, None] + stride * torch.arange(size)).flatten()
-    assert torch.equal(again, places)
-
-
-def test_places_without_a_rule_have_no_digits() -> None:
-    assert digits(torch.tensor([0, 1, 3, 4, 5, 7])) is None
-    assert digits(torch.tensor([0, 2, 1, 3, 5, 4])) is None
-
-
-def test_positions_that_are_no_sum_of_rows_and_columns_make_no_plane() -> None:
-    pages = torch.zeros(2, 1, 2, 4)
-    crossed = torch.tensor([[0, 1], [3, 2]])
-    assert packed_plane(pages, torch.tensor([[0, 1], [2, 3]])) is not None
-    assert packed_plane(pages, crossed) is None
-
-
+@settings(max_examples=40, deadline=None)
 @given(
-    blocks=st.integers(1, 4), heads=st.integers(1, 4), tokens=st.integers(1, 5), size=st.integers(1, 6),
-    tokens_first=st.booleans(), padding=st.integers(0, 7), layers=st.integers(1, 3),
+    sizes=st.tuples(st.integers(1, 6), st.integers(1, 5)), first=st.integers(0, 60), length=st.integers(0, 60),
+    chunk=st.integers(1, 20),
 )  # fmt: skip
-def test_declared_planes_are_where_the_strides_say(
-    blocks: int, heads: int, tokens: int, size: int, tokens_first: bool, padding: int, layers: int
+def test_kernel_blocks_hold_the_same_tokens_at_the_same_places(
+    sizes: tuple[int, int], first: int, length: int, chunk: int
 ) -> None:
-    pages = padded_pages(layers, blocks, heads, tokens, size, tokens_first, padding)
-    stride = common_stride(pages)
-    assert stride is not None
-    for half, plane in enumerate(declared_planes(pages[0], size)):
-        view = plane.of_pages(pages[0], layers, stride)
-        assert view.shape == (layers, blocks, tokens, heads, size)
-        for layer in range(layers):
-            expected = pages[layer][..., half * size : (half + 1) * size].transpose(1, 2)
-            assert torch.equal(view[layer], expected)
-            assert view[layer].data_ptr() == expected.data_ptr(), "a view, not a copy"
+    kernel, block = sizes[0], sizes[0] * sizes[1]
+    ids = [100 - i for i in range(-(-(first + length) // block))]
+    for index in range(-(-(first + length) // chunk)):
+        pieces = chunk_pieces(index, first, first + length, chunk, block, ids)
+        cut = cut_at(kernel, pieces, block)
+        assert all(0 <= piece.in_block < piece.in_block + piece.tokens <= kernel for piece in cut)
+        places = [ids[t // block] * block + t % block for t in range(first, first + length) if t // chunk == index]
+        assert token_places(pieces, block).tolist() == token_places(cut, kernel).tolist() == places
+        assert [p.in_chunk + i for p in cut for i in range(p.tokens)] == [
+            t - index * chunk for t in range(first, first + length) if t // chunk == index
+        ]
 
 
-def padded_pages(
-    layers: int, blocks: int, heads: int, tokens: int, size: int, tokens_first: bool, padding: int
-) -> list[torch.Tensor]:
-    """Pages `[blocks, heads, tokens, 2 * size]`, all elements different, `padding` elements after each block."""
-    block = heads * tokens * 2 * size
-    memory = torch.arange(layers * blocks * (block + padding), dtype=torch.float32)
-    head, token = (2 * size, heads * 2 * size) if tokens_first else (tokens * 2 * size, 2 * size)
-    strides = (block + padding, head, token, 1)
-    return [
-        memory.as_strided((blocks, heads, tokens, 2 * size), strides, layer * blocks * (block + padding))
-        for layer in range(layers)
-    ]
+def test_rows_are_numbered_in_the_largest_unit_that_all_of_them_begin_at() -> None:
+    group = KernelGroup((0, 1), planes=2, heads=2, head_size=64, dtype="bfloat16")
+    dense = torch.zeros(2, 3, 16, 2, 128, dtype=torch.bfloat16).transpose(2, 3)
+    (table,) = row_tables(list(dense.unbind(0)), group)
+    assert table.units.shape == (2 * 3 * 16 * 2 * 2, 128 // 8), "a unit is a row of 128 bytes"
+    assert (table.block, table.token, table.plane) == (64, 4, 1)
+    padded = torch.zeros(2 * 3 * 4104, dtype=torch.bfloat16).as_strided(dense.shape, (12312, 4104, 128, 256, 1))
+    (table,) = row_tables(list(padded.unbind(0)), group)
+    assert table.units.shape[1] * 8 == 16, "pages of 8208 bytes are multiples of 16 bytes, not of 128"
+    assert table.plane == 8
 
 
-def test_layers_in_different_allocations_or_at_unequal_distances_have_no_common_stride() -> None:
-    memory = torch.zeros(100)
-    assert common_stride([memory[0:10], memory[20:30], memory[40:50]]) == 20
-    assert common_stride([memory[0:10], memory[20:30], memory[50:60]]) is None
-    assert common_stride([memory[0:10], torch.zeros(10)]) is None
-    assert common_stride([memory[20:30], memory[0:10]]) is None
-    assert common_stride([memory]) == 0
+def test_layers_share_a_table_as_far_as_they_share_an_allocation() -> None:
+    group = KernelGroup(tuple(range(5)), planes=2, heads=1, head_size=4, dtype="float32")
+    one, other = (torch.zeros(9, 2, 1, 4, 8) for _ in range(2))
+    pages = [one[0], one[7], one[2], other[0], one[1]]
+    assert [table.layers for table in row_tables(pages, group)] == [slice(0, 3), slice(3, 4), slice(4, 5)]
 
 
-def test_slots_are_cut_into_the_same_digits_as_pages() -> None:
-    plane = Plane(0, 64, 32, ((2, 16), (4, 1)), ((2, 8), (2, 4)))
-    slot = torch.arange(3 * 16 * 2 * 4).view(3, 16, 2, 4)
-    cut = plane.of_slot(slot)
-    assert cut.shape == (3, 2, 2, 4, 2, 2, 2)
-    assert cut[1, 1, 0, 3, 1, 0, 1] == slot[1, 8 + 0 * 4 + 3, 1, 0 * 2 + 1]
+@pytest.mark.parametrize(
+    ("layers", "runs"),
+    [
+        ([0, 1, 2], [(0, 3, 1)]),
+        ([1, 3, 5, 6], [(0, 3, 2), (3, 4, 0)]),
+        ([0, 1, 3, 5], [(0, 2, 1), (2, 4, 2)]),
+        ([4, 2, 3], [(0, 1, 0), (1, 3, 1)]),
+        ([7], [(0, 1, 0)]),
+        ([2, 2], [(0, 1, 0), (1, 2, 0)]),
+    ],
+)
+def test_runs_of_layers_at_equal_distances(layers: list[int], runs: list[tuple[int, int, int]]) -> None:
+    memory = torch.zeros(8, 2, 1, 4, 8)
+    found = equal_steps([memory[layer] for layer in layers])
+    assert [(run.start, run.stop, step // 64) for run, step in found] == runs
+
+
+def test_layers_in_two_allocations_are_two_runs() -> None:
+    pages = [*torch.zeros(2, 2, 1, 4, 8).unbind(0), *torch.zeros(2, 2, 1, 4, 8).unbind(0)]
+    assert list(equal_steps(pages)) == [(slice(0, 2), 64), (slice(2, 4), 64)]

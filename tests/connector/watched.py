@@ -92,8 +92,8 @@ class Watched:
         layers = []
         for page in self.engine.kv_caches:
             _, heads, block_size, content = page.shape
-            isa = self.worker_half._copier._isa  # type: ignore[attr-defined]
-            positions = probe_cell(block_size, content // 2, page.dtype, isa)
+            kernel = self.worker_half._copier.kernel  # type: ignore[attr-defined]
+            positions = probe_cell(block_size, content // 2, kernel)
             cells = page[list(block_ids)].reshape(len(block_ids), heads, -1)
             kv = cells[:, :, positions]  # [blocks, heads, 2, tokens, head_size]
             layers.append(kv.permute(2, 0, 3, 1, 4).flatten(1, 2)[:, :count])
