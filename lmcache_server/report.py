@@ -19,11 +19,15 @@ values raw.
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 __all__ = ["FileHandler", "Formatter", "Handler", "Metrics", "Section", "StreamHandler", "get_formatter"]
+
+NARROWEST = 16
+"""Characters to which the last column of a table is wrapped at least, however narrow the terminal."""
 
 
 class Section:
@@ -182,7 +186,7 @@ class _Terminal:
         lines = [f" {title} ".center(self._width, "=")]
         for section in sections:
             if section.columns:
-                lines += _table(section)
+                lines += _table(section, self._width)
                 continue
             if section.label:
                 lines.append(f" {section.label} ".center(self._width, "-"))
@@ -207,12 +211,14 @@ def _to_dict(title: str, sections: Sequence[Section]) -> dict[str, Any]:
     return {"title": title, "metrics": metrics | groups}
 
 
-def _table(section: Section) -> list[str]:
-    """Header, a rule, and the rows; numbers stand to the right."""
+def _table(section: Section, width: int) -> list[str]:
+    """Header, a rule, and the rows; numbers stand to the right, and a text in the last column is wrapped to `width`."""
     if not section.rows:
         return ["(none)"]
     cells = [[header for _, header in section.columns]]
     cells += [[_shown(row.get(key)) for key, _ in section.columns] for row in section.rows]
+    taken = sum(2 + max(len(row[i]) for row in cells) for i in range(len(section.columns) - 1))
+    cells = [line for row in cells for line in _wrapped(row, max(NARROWEST, width - taken))]
     widths = [max(len(row[i]) for row in cells) for i in range(len(section.columns))]
     numeric = [all(isinstance(row.get(key), (int, float)) for row in section.rows) for key, _ in section.columns]
     lines = [
@@ -222,6 +228,12 @@ def _table(section: Section) -> list[str]:
         for row in cells
     ]
     return [lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]]
+
+
+def _wrapped(row: list[str], width: int) -> list[list[str]]:
+    """The row as lines, with a last cell of at most `width` characters each."""
+    first, *others = textwrap.wrap(row[-1], width, break_on_hyphens=False) or [""]
+    return [[*row[:-1], first], *([""] * (len(row) - 1) + [other] for other in others)]
 
 
 def _shown(value: Any) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache_sdk.edits.scoring import Tensors
-from lmcache_sdk.errors import LMCacheSDKError
+from lmcache_sdk.edits.selection import check_share
 
 __all__ = ["RandomChunks"]
 
@@ -22,10 +22,7 @@ class RandomChunks:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
-            raise LMCacheSDKError(f"keep: expected a share above 0 and up to 1, got {self.keep}")
-        if self.chunk_size < 1:
-            raise LMCacheSDKError(f"chunk_size: expected at least 1, got {self.chunk_size}")
+        check_share(self.keep, self.chunk_size)
 
     def __call__(self, tensors: Tensors, tokens: Sequence[int]) -> Sequence[int]:
         """Indices of the tokens in the chunks that were drawn."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from lmcache_sdk.cache_kind import LMCacheSDKCacheKind
+from lmcache_sdk.edits.selection import check_share
 from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_sdk.shapes import CachedTensors, one_tensor
 
@@ -71,10 +72,7 @@ class HighestScores:
     chunk_size: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
-            raise LMCacheSDKError(f"keep: expected a share above 0 and up to 1, got {self.keep}")
-        if self.chunk_size < 1:
-            raise LMCacheSDKError(f"chunk_size: expected at least 1, got {self.chunk_size}")
+        check_share(self.keep, self.chunk_size)
 
     def __call__(self, tensors: Tensors, tokens: Sequence[int]) -> Sequence[int]:
         """Indices of the tokens that stay, ascending."""

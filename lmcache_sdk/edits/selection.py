@@ -20,7 +20,7 @@ from lmcache_sdk.edits.rotary import Rotary
 from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_sdk.shapes import CachedTensors, one_tensor
 
-__all__ = ["EveryOtherChunk", "TokenSelector", "keep_tokens", "token_dropping"]
+__all__ = ["EveryOtherChunk", "TokenSelector", "check_share", "keep_tokens", "token_dropping"]
 
 
 class TokenSelector(Protocol):
@@ -28,6 +28,14 @@ class TokenSelector(Protocol):
 
     def __call__(self, tensors: Mapping[LMCacheSDKCacheKind, CachedTensors], tokens: Sequence[int]) -> Sequence[int]:
         """Indices into `tokens` that stay, ascending. `tensors` holds what is cached for them: KV is `[2, L, T, D]`."""
+
+
+def check_share(keep: float, chunk_size: int) -> None:
+    """Raise LMCacheSDKError unless a selector can keep the share `keep` of the tokens, in chunks of `chunk_size`."""
+    if not 0 < keep <= 1:
+        raise LMCacheSDKError(f"keep: expected a share above 0 and up to 1, got {keep}")
+    if chunk_size < 1:
+        raise LMCacheSDKError(f"chunk_size: expected at least 1, got {chunk_size}")
 
 
 @dataclass(frozen=True, slots=True)

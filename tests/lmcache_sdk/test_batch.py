@@ -190,6 +190,18 @@ def test_failures_are_reported_by_id_and_the_others_count(
     assert "bad            no luck" in capsys.readouterr().out
 
 
+def test_reasons_of_failures_are_wrapped_to_the_width(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "the pool has no room for 3 of 4 chunks; the first 1 are cached. Enlarge it or store fewer tokens"
+    batch = plain_batch(PlainStream("bad", LMCacheSDKError(reason)), PlainStream("worse", LMCacheSDKError("gone")))
+    batch.decode({"max_tokens": 3}, width=60).emit()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) == 60
+    table = lines[lines.index("Failed Stream  Reason") :]
+    assert table[2].startswith("bad            the pool")
+    assert " ".join(line[15:] for line in table[2:-2]) == reason
+    assert table[-2] == "worse          gone"
+
+
 def test_an_empty_batch_has_reports_too() -> None:
     batch = LMCacheBatchedStream()
     assert len(batch) == 0

@@ -124,6 +124,20 @@ def test_numbers_of_a_table_stand_to_the_right() -> None:
     assert "Number\n------\n     1\n   200\n(none)\n" in stream.getvalue()
 
 
+def test_a_text_in_the_last_column_is_wrapped_to_the_width_but_not_to_nothing() -> None:
+    for width, lines in (
+        (30, ["alpha     some words that do", "          not fit", "b"]),
+        (5, ["alpha     some words that"]),
+    ):
+        metrics, stream = Metrics("T"), io.StringIO()
+        table = metrics.add_table("t", "T", ("name", "Name"), ("why", "Why"))
+        table.add_row(name="alpha   ", why="some words that do not fit")
+        table.add_row(name="b", why="")
+        metrics.add_handler(StreamHandler(get_formatter("terminal", width=width), stream))
+        metrics.emit()
+        assert stream.getvalue().splitlines()[3 : 3 + len(lines)] == lines
+
+
 def test_a_file_is_json_unless_it_is_told_otherwise(tmp_path: Path) -> None:
     metrics = filled()
     metrics.add_handler(FileHandler(tmp_path / "report.json"))
