@@ -4,7 +4,7 @@ The prompt goes as token ids. Token ids come back if the engine can tell them (v
 into ids again by a `tokenize` function, which is exact only for tokenizers that map text and tokens one to one.
 
     CompletionError             the base
-      CompletionTimeout         no connection, or no next token, within `timeout` seconds
+      CompletionTimeout         no connection, no first or no next token in time
       CompletionRefused         the engine answered with an HTTP error; `status` is its code
       CompletionBroken          the stream ended, or said something else, before it was complete
 """
@@ -20,6 +20,7 @@ import httpx
 
 from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_sdk.request import TokenEvent
+from lmcache_sdk.silence import DATA, async_lines_within, lines_within
 
 __all__ = [
     "AsyncEngineCompletion",
@@ -71,11 +72,18 @@ class EngineCompletion:
     """
 
     def __init__(
-        self, base_url: str, model: str, *, timeout: float = 60.0, api_key: str = "", tokenize: Tokenize | None = None
+        self,
+        base_url: str,
+        model: str,
+        *,
+        timeout: float = 60.0,
+        first_token_timeout: float = 600.0,
+        api_key: str = "",
+        tokenize: Tokenize | None = None,
     ) -> None:
-        self._request = _Request(base_url, model, timeout, tokenize)
+        self._request = _Request(base_url, model, timeout, first_token_timeout, tokenize)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS)
-        self._client = httpx.Client(timeout=timeout, headers=_headers(api_key), limits=limits)
+        self._client = httpx.Client(timeout=self._request.limits, headers=_headers(api_key), limits=limits)
         # Whoever forgets to close it leaks nothing either.
         self._close = weakref.finalize(self, self._client.close)
 
@@ -90,7 +98,7 @@ class EngineCompletion:
             if response.status_code != 200:
                 raise _refused(response.status_code, response.read())
             finished = False
-            for line in response.iter_lines():
+            for line in lines_within(response, request.timeout):
                 finished = finished or _is_last(line)
                 yield from _events(line, request.tokenize)
             request.check_finished(finished)
@@ -113,11 +121,18 @@ class AsyncEngineCompletion:
     """
 
     def __init__(
-        self, base_url: str, model: str, *, timeout: float = 60.0, api_key: str = "", tokenize: Tokenize | None = None
+        self,
+        base_url: str,
+        model: str,
+        *,
+        timeout: float = 60.0,
+        first_token_timeout: float = 600.0,
+        api_key: str = "",
+        tokenize: Tokenize | None = None,
     ) -> None:
-        self._request = _Request(base_url, model, timeout, tokenize)
+        self._request = _Request(base_url, model, timeout, first_token_timeout, tokenize)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS)
-        self._client = httpx.AsyncClient(timeout=timeout, headers=_headers(api_key), limits=limits)
+        self._client = httpx.AsyncClient(timeout=self._request.limits, headers=_headers(api_key), limits=limits)
 
     async def __call__(
         self, prompt_token_ids: list[int], sampling_params: dict[str, Any], cache_salt: str
@@ -131,7 +146,7 @@ class AsyncEngineCompletion:
                 if response.status_code != 200:
                     raise _refused(response.status_code, await response.aread())
                 finished = False
-                async for line in response.aiter_lines():
+                async for line in async_lines_within(response, request.timeout):
                     finished = finished or _is_last(line)
                     for event in _events(line, request.tokenize):
                         yield event
@@ -149,32 +164,52 @@ class AsyncEngineCompletion:
 
 
 def post_completion(
-    base_url: str, model: str, *, timeout: float = 60.0, api_key: str = "", tokenize: Tokenize | None = None
+    base_url: str,
+    model: str,
+    *,
+    timeout: float = 60.0,
+    first_token_timeout: float = 600.0,
+    api_key: str = "",
+    tokenize: Tokenize | None = None,
 ) -> EngineCompletion:
     """A PostCompletion for `model` at `base_url` (`http://localhost:8000`, with or without `/v1`).
 
-    `timeout` seconds is the longest wait for a connection and for each next token. `tokenize` turns text into token ids
-    where the engine does not tell them. Raises CompletionError if `base_url` cannot be one.
+    `timeout` seconds is the longest wait for a connection and for each next token. The first token may take longer, up
+    to `first_token_timeout` seconds: the engine's queue and the prompt come before it. `tokenize` turns text into token
+    ids where the engine does not tell them. Raises CompletionError if `base_url` cannot be one.
     """
-    return EngineCompletion(base_url, model, timeout=timeout, api_key=api_key, tokenize=tokenize)
+    return EngineCompletion(
+        base_url, model, timeout=timeout, first_token_timeout=first_token_timeout, api_key=api_key, tokenize=tokenize
+    )
 
 
 def async_post_completion(
-    base_url: str, model: str, *, timeout: float = 60.0, api_key: str = "", tokenize: Tokenize | None = None
+    base_url: str,
+    model: str,
+    *,
+    timeout: float = 60.0,
+    first_token_timeout: float = 600.0,
+    api_key: str = "",
+    tokenize: Tokenize | None = None,
 ) -> AsyncEngineCompletion:
     """The same for asyncio."""
-    return AsyncEngineCompletion(base_url, model, timeout=timeout, api_key=api_key, tokenize=tokenize)
+    return AsyncEngineCompletion(
+        base_url, model, timeout=timeout, first_token_timeout=first_token_timeout, api_key=api_key, tokenize=tokenize
+    )
 
 
 class _Request:
     """What both twins send, and what they make of httpx's exceptions."""
 
-    def __init__(self, base_url: str, model: str, timeout: float, tokenize: Tokenize | None) -> None:
+    def __init__(
+        self, base_url: str, model: str, timeout: float, first_token_timeout: float, tokenize: Tokenize | None
+    ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self.url = f"{self.base_url}/v1/completions"
         self.tokenize = tokenize
+        self.timeout = timeout
+        self.limits = httpx.Timeout(timeout, read=max(timeout, first_token_timeout))
         self._model = model
-        self._timeout = timeout
         try:
             fits = httpx.URL(self.url).scheme in ("http", "https") and bool(httpx.URL(self.url).host)
         except httpx.InvalidURL:
@@ -199,9 +234,16 @@ class _Request:
         """httpx's exceptions as ours."""
         try:
             yield
+        except httpx.ReadTimeout as error:
+            raise CompletionTimeout(
+                f"no first token from {self.base_url} within {self.limits.read:g} s; if it is only busy, raise "
+                "first_token_timeout"
+            ) from error
+        except TimeoutError as error:
+            raise CompletionTimeout(f"no next token from {self.base_url} within {self.timeout:g} s") from error
         except httpx.TimeoutException as error:
             raise CompletionTimeout(
-                f"no answer from {self.base_url} within {self._timeout:g} s ({type(error).__name__})"
+                f"no connection to {self.base_url} within {self.timeout:g} s ({type(error).__name__})"
             ) from error
         except httpx.ConnectError as error:
             raise CompletionError(f"{self.base_url} cannot be reached: {error}") from error
@@ -231,13 +273,13 @@ def _refused(status: int, content: bytes) -> CompletionRefused:
 
 
 def _is_last(line: str) -> bool:
-    return line.startswith("data:") and line.removeprefix("data:").strip() == _DONE
+    return line.startswith(DATA) and line.removeprefix(DATA).strip() == _DONE
 
 
 def _events(line: str, tokenize: Tokenize | None) -> Iterator[TokenEvent]:
     """The tokens that one line of the event stream tells."""
-    data = line.removeprefix("data:").strip()
-    if not line.startswith("data:") or data == _DONE:
+    data = line.removeprefix(DATA).strip()
+    if not line.startswith(DATA) or data == _DONE:
         return
     try:
         document = json.loads(data)

@@ -178,8 +178,8 @@ def test_an_engine_that_does_not_answer_is_a_time_out(ask: Ask) -> None:
         yield DONE
 
     start = time.monotonic()
-    with SseEngine(silent) as engine, pytest.raises(CompletionTimeout, match=r"within 0\.3 s \(ReadTimeout\)"):
-        ask(engine.url, timeout=0.3)
+    with SseEngine(silent) as engine, pytest.raises(CompletionTimeout, match=r"no first token .* within 0\.3 s"):
+        ask(engine.url, timeout=0.1, first_token_timeout=0.3)
     assert time.monotonic() - start < 3
 
 
@@ -189,9 +189,41 @@ def test_an_engine_that_stops_in_the_middle_is_a_time_out_after_its_tokens(ask: 
         engine.stopping.wait(10)
 
     got: list[TokenEvent] = []
-    with SseEngine(stops) as engine, pytest.raises(CompletionTimeout):
-        ask(engine.url, got=got, timeout=0.3)
-    assert got == [TokenEvent(1, "<1>")]
+    with SseEngine(stops) as engine:
+        with pytest.raises(CompletionTimeout, match=r"no next token .* within 0\.3 s"):
+            ask(engine.url, got=got, timeout=0.3)
+        assert got == [TokenEvent(1, "<1>")]
+        assert not [thread for thread in threading.enumerate() if thread.name == "lmcache-sdk-silence"]
+
+
+def test_an_error_that_is_kept_keeps_no_thread(ask: Ask) -> None:
+    with SseEngine(says(token(1), b"data: nonsense\n\n")) as engine, pytest.raises(CompletionBroken) as kept:
+        ask(engine.url)
+    assert kept.value.__traceback__ is not None
+    assert not [thread for thread in threading.enumerate() if thread.name == "lmcache-sdk-silence"]
+
+
+def test_the_first_token_may_take_longer_than_the_next(ask: Ask) -> None:
+    def queued(engine: SseEngine, sent: Any) -> Iterator[bytes]:
+        yield b": a comment is no token\n\n"
+        time.sleep(0.6)
+        yield token(1)
+        yield token(2) + DONE
+
+    with SseEngine(queued) as engine:
+        assert [event.token_id for event in ask(engine.url, timeout=0.3)] == [1, 2]
+
+
+def test_who_takes_their_time_between_tokens_is_not_timed_out() -> None:
+    with (
+        SseEngine(says(token(1), token(2), token(3) + DONE)) as engine,
+        post_completion(engine.url, "a/model", timeout=0.2) as complete,
+    ):
+        got = []
+        for event in complete([1], {}, ""):
+            time.sleep(0.4)
+            got.append(event.token_id)
+    assert got == [1, 2, 3]
 
 
 def test_slow_tokens_are_no_time_out(ask: Ask) -> None:
