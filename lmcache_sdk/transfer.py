@@ -6,12 +6,16 @@ of flat uint8 tensors, one per (chunk, part), chunk-major, and both follow the s
     reading   readable(acquired)   copy out   verify(acquired)
     writing   writable(reserved)   copy in    flush(reserved, filled)   then commit
 
+Reading may be limited to a `Share` of a lease: an engine's scheduler leases whole chunks, of which each of its workers
+reads its own parts, and only the chunks that the engine does not have itself.
+
 Shared memory: the tensors are views of the pool, nothing is copied here, and a reader checks after its copy that the
 slots still have their generations. Frames: the tensors are private buffers; what arrives in one is what was sealed.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -23,11 +27,23 @@ from lmcache_sdk.shm import Integers, SharedPool
 from lmcache_sdk.transport import PendingReply, ServerConnection
 from lmcache_server.protocol.messages import Acquired, Piece, Read, Reserved, Write
 
-__all__ = ["FrameTransfer", "SharedMemoryTransfer", "Transfer"]
+__all__ = ["FrameTransfer", "Share", "SharedMemoryTransfer", "Transfer"]
 
 SLOT_BYTES = 16
 IN_FLIGHT = 4
 """Messages with frames under way at once: enough to keep both sides busy, few enough to bound their memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What to read of the lease of another instance, `holder`: parts `own` of the `parts` that it has of each chunk,
+    in chunks `chunks` (counted from the first of the lease).
+    """
+
+    holder: int
+    parts: int
+    own: range
+    chunks: range
 
 
 class Transfer(Protocol):
@@ -37,14 +53,11 @@ class Transfer(Protocol):
     def memory(self) -> torch.Tensor | None:
         """All the memory that slots lie in, for whoever wants to page-lock it; None if there is no such memory."""
 
-    def readable(self, acquired: Acquired, holder: int | None = None) -> Sequence[torch.Tensor]:
-        """The bytes of each leased (chunk, part): views of the pool, or private copies.
+    def readable(self, acquired: Acquired, share: Share | None = None) -> Sequence[torch.Tensor]:
+        """The bytes of each leased (chunk, part), or of each in `share`: views of the pool, or private copies."""
 
-        `holder` is the instance whose lease it is, if it is another's (an engine's scheduler leases for its workers).
-        """
-
-    def verify(self, acquired: Acquired) -> list[bool]:
-        """After the copy: whether each (chunk, part) was still there, so that what was copied is its bytes."""
+    def verify(self, acquired: Acquired, share: Share | None = None) -> list[bool]:
+        """After the copy: whether each of them was still there, so that what was copied is its bytes."""
 
     def writable(self, reserved: Reserved) -> Sequence[torch.Tensor]:
         """Where the bytes of each reserved (chunk, part) belong; of length 0 for a part that needs no filling."""
@@ -71,14 +84,14 @@ class SharedMemoryTransfer:
         """The pool."""
         return self._open().tensor
 
-    def readable(self, acquired: Acquired, holder: int | None = None) -> Sequence[torch.Tensor]:
+    def readable(self, acquired: Acquired, share: Share | None = None) -> Sequence[torch.Tensor]:
         """Views of the leased slots; valid until the lease is released."""
-        offsets, _ = _slots(acquired.slots)
+        offsets, _ = _shared(_slots(acquired.slots), share)
         return self._views(offsets)
 
-    def verify(self, acquired: Acquired) -> list[bool]:
+    def verify(self, acquired: Acquired, share: Share | None = None) -> list[bool]:
         """Whether each slot still has the generation that it was leased with."""
-        offsets, generations = _slots(acquired.slots)
+        offsets, generations = _shared(_slots(acquired.slots), share)
         intact: list[bool] = (self._open().generations(offsets) == generations).tolist()
         return intact
 
@@ -141,25 +154,30 @@ class FrameTransfer:
         """None: the buffers are private and new each time."""
         return None
 
-    def readable(self, acquired: Acquired, holder: int | None = None) -> list[torch.Tensor]:
+    def readable(self, acquired: Acquired, share: Share | None = None) -> list[torch.Tensor]:
         """Fetch the leased objects into private buffers; raises as `ServerConnection.request` does."""
-        count = len(acquired.slots) // SLOT_BYTES
-        chunks = range(_chunks(count, len(self._part_bytes), None))
-        buffers = self._buffers([True] * count)
+        share = share or self._all(acquired)
+        buffers = self._buffers([True] * (len(share.chunks) * len(share.own)))
         targets = [buffer.numpy().data for buffer in buffers]
         under_way: deque[tuple[PendingReply, tuple[Piece, ...]]] = deque()
-        for pieces in self._messages(chunks, buffers):
-            message = Read(self._instance if holder is None else holder, acquired.lease, pieces)
+        for pieces in self._messages(share.chunks, buffers, share.own):
+            message = Read(share.holder, acquired.lease, pieces)
             under_way.append((self._connection.submit(message), pieces))
             if len(under_way) == IN_FLIGHT:
-                self._take_in(*under_way.popleft(), targets)
+                self._take_in(*under_way.popleft(), targets, share)
         for pending, pieces in under_way:
-            self._take_in(pending, pieces, targets)
+            self._take_in(pending, pieces, targets, share)
         return buffers
 
-    def verify(self, acquired: Acquired) -> list[bool]:
+    def verify(self, acquired: Acquired, share: Share | None = None) -> list[bool]:
         """Always true: the server sends sealed bytes, or refuses."""
-        return [True] * (len(acquired.slots) // SLOT_BYTES)
+        share = share or self._all(acquired)
+        return [True] * (len(share.chunks) * len(share.own))
+
+    def _all(self, acquired: Acquired) -> Share:
+        parts = len(self._part_bytes)
+        chunks = _chunks(len(acquired.slots) // SLOT_BYTES, parts, None)
+        return Share(self._instance, parts, range(parts), range(chunks))
 
     def writable(self, reserved: Reserved) -> list[torch.Tensor]:
         """Private buffers, one per reserved object."""
@@ -172,7 +190,7 @@ class FrameTransfer:
         sources = [buffer.numpy().data for buffer in filled]
         place = {chunk: i for i, chunk in enumerate(reserved.chunks)}
         under_way: deque[PendingReply] = deque()
-        for pieces in self._messages(reserved.chunks, filled):
+        for pieces in self._messages(reserved.chunks, filled, range(len(self._part_bytes))):
             frames = [
                 sources[place[p.chunk] * len(self._part_bytes) + p.part][p.offset : p.offset + p.length] for p in pieces
             ]
@@ -192,16 +210,20 @@ class FrameTransfer:
         sizes = [length if want else 0 for length, want in zip(lengths, wanted, strict=True)]
         return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
-    def _messages(self, chunks: Sequence[int], buffers: Sequence[torch.Tensor]) -> Iterator[tuple[Piece, ...]]:
-        """Every byte of every buffer of `chunks`, in order, as lists of pieces that fit into one message each."""
+    def _messages(
+        self, chunks: Sequence[int], buffers: Sequence[torch.Tensor], parts: range
+    ) -> Iterator[tuple[Piece, ...]]:
+        """Every byte of every buffer (those of `parts` of `chunks`), in order, as lists of pieces that fit into one
+        message each.
+        """
         pieces: list[Piece] = []
         room = self._frame_bytes
         for i, buffer in enumerate(buffers):
-            chunk, part = divmod(i, len(self._part_bytes))
+            chunk, part = divmod(i, len(parts))
             offset = 0
             while offset < len(buffer):
                 taken = min(room, len(buffer) - offset)
-                pieces.append(Piece(chunks[chunk], part, offset, taken))
+                pieces.append(Piece(chunks[chunk], parts[part], offset, taken))
                 offset += taken
                 room -= taken
                 if not room:
@@ -210,7 +232,9 @@ class FrameTransfer:
         if pieces:
             yield tuple(pieces)
 
-    def _take_in(self, pending: PendingReply, pieces: tuple[Piece, ...], targets: list[memoryview]) -> None:
+    def _take_in(
+        self, pending: PendingReply, pieces: tuple[Piece, ...], targets: list[memoryview], share: Share
+    ) -> None:
         pending.wait()
         frames = pending.frames
         if [len(frame) for frame in frames] != [piece.length for piece in pieces]:
@@ -219,7 +243,7 @@ class FrameTransfer:
                 "that do not fit them"
             )
         for piece, frame in zip(pieces, frames, strict=True):
-            target = targets[piece.chunk * len(self._part_bytes) + piece.part]
+            target = targets[share.chunks.index(piece.chunk) * len(share.own) + share.own.index(piece.part)]
             target[piece.offset : piece.offset + piece.length] = frame
 
 
@@ -229,6 +253,18 @@ def _slots(packed: bytes) -> tuple[Integers, Integers]:
         raise LMCacheSDKError(f"slots: expected a multiple of {SLOT_BYTES} bytes, got {len(packed)}")
     table = np.frombuffer(packed, dtype="<u8").reshape(-1, 2)
     return table[:, 0].astype(np.int64), table[:, 1]
+
+
+def _shared(slots: tuple[Integers, Integers], share: Share | None) -> tuple[Integers, Integers]:
+    """Those of a lease's slots that are in `share`."""
+    if share is None:
+        return slots
+    chunks = _chunks(len(slots[0]), share.parts, None)
+    if share.chunks.stop > chunks or share.own.stop > share.parts:
+        raise LMCacheSDKError(f"slots: the server sent {chunks} chunks of {share.parts} parts, expected {share}")
+    own, rows = slice(share.own.start, share.own.stop), slice(share.chunks.start, share.chunks.stop)
+    offsets, generations = (column.reshape(chunks, share.parts)[rows, own].ravel() for column in slots)
+    return offsets, generations
 
 
 def _chunks(slots: int, parts: int, chunks: int | None) -> int:

@@ -204,7 +204,12 @@ class Service:
         instance, now = self._instance(request.instance)
         self._check_prompts(request.prompts)
         self._use_sessions(instance, request.prompts, now)
-        return m.ReserveReply(tuple([self._cache.reserve(instance.view, prompt, now) for prompt in request.prompts]))
+        first = request.first or (0,) * len(request.prompts)
+        results = [
+            self._cache.reserve(instance.view, prompt, now, skip)
+            for prompt, skip in zip(request.prompts, first, strict=True)
+        ]
+        return m.ReserveReply(tuple(results))
 
     def commit(self, request: m.Commit) -> m.CommitReply:
         """Reservations published."""

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from lmcache_connector.config import ConnectorConfig, check_chunk_size
+from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.events import EventFeed
 from lmcache_connector.settings import Settings
 from lmcache_sdk.attachment import Attachment, attach
@@ -42,19 +42,26 @@ def attacher(config: ConnectorConfig, role: str, worker_id: int | None) -> Attac
             model_name=config.model_name,
             revision=config.revision,
             kind=Kind.KV,
-            world_size=config.world_size,
+            world_size=config.shape.shards,
             worker_id=worker_id,
-            layout=config.layout,
-            block_size=config.block_size,
+            layout=config.shape.layout,
+            block_size=config.shape.groups[0].block_size,
         )
-        try:
-            check_chunk_size(attachment.hello.chunk_size, config.block_size)
-        except ValueError:
-            attachment.detach()
-            raise
+        _warn_of_short_windows(config, attachment.hello.chunk_size)
         return attachment
 
     return attach_half
+
+
+def _warn_of_short_windows(config: ConnectorConfig, chunk_size: int) -> None:
+    """Blocks behind a window are given up at each step, so a chunk longer than it may lose some before it is whole."""
+    window = min((group.window for group in config.shape.layout.groups if group.window), default=chunk_size)
+    if window < chunk_size:
+        logger.warning(
+            "chunks of %d tokens are longer than this model's sliding window of %d: where a prompt is computed in "
+            "several steps, its cached prefix may end early; start the server with --chunk-size %d",
+            chunk_size, window, window,
+        )  # fmt: skip
 
 
 class ServerLink:

@@ -10,7 +10,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from lmcache_server.protocol.messages import Acquired, SessionId
 
-__all__ = ["LoadJob", "StepPlan", "StoreJob", "StoreOutcome"]
+__all__ = ["BlockTables", "LoadJob", "NULL_BLOCK", "StepOutcome", "StepPlan", "StoreJob"]
+
+BlockTables = tuple[tuple[int, ...], ...]
+"""For each of the engine's cache groups, the blocks of one request: token t is in block `table[t // block_size]`."""
+
+NULL_BLOCK = 0
+"""vLLM's placeholder in a table for a block that has left its sliding window, or was never needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,8 @@ class LoadJob:
     request_id: str
     first: int
     end: int
-    block_ids: tuple[int, ...]
+    chunk_size: int
+    tables: BlockTables
     acquired: Acquired
     holder: int
     """The instance whose lease it is."""
@@ -32,13 +39,17 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Store what is missing of the whole chunks in `tokens` (uint32 bytes); all are computed after this step."""
+    """Store what is missing of the whole chunks in `tokens` (uint32 bytes); all are computed after this step.
+
+    The chunks before `first` have blocks that the engine let go of, so they can only be there already.
+    """
 
     session: SessionId
     tokens: bytes
     salt: str
     extras: dict[int, bytes]
-    block_ids: tuple[int, ...]
+    tables: BlockTables
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,17 +58,23 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
 
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
+    idle: bool = False
+    """Whether this step computes nothing."""
 
 
 @dataclass(frozen=True)
-class StoreOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """After the stores of one step: by request id, how many leading chunks are in the cache for certain."""
+class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """After one step: by request id, how many leading chunks are in the cache for certain, of those that were stored;
+    and the requests whose synchronous load is over.
+    """
 
     stored: dict[str, int] = field(default_factory=dict)
+    loaded: frozenset[str] = frozenset()
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StoreOutcome":
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepOutcome":
         """The outcome for all workers: a chunk is stored when each of them stored its part."""
-        assert isinstance(other, StoreOutcome)
+        assert isinstance(other, StepOutcome)
         requests = self.stored.keys() | other.stored.keys()
         # A worker that has nothing to say about a request has nothing to store for it.
-        return StoreOutcome({r: min(o.stored[r] for o in (self, other) if r in o.stored) for r in requests})
+        stored = {r: min(o.stored[r] for o in (self, other) if r in o.stored) for r in requests}
+        return StepOutcome(stored, self.loaded | other.loaded)

@@ -1,8 +1,8 @@
 """vLLM's connector interface, and nothing else: each hook goes to the scheduler half or to the worker half.
 
 The class is chosen by `"kv_connector": "LMCacheMPConnector"` (see plugin), or by `kv_connector_module_path`
-`lmcache_connector.mp_connector`. It does not declare support for the hybrid KV cache manager yet, so vLLM treats all
-layers of a model with sliding windows as full attention, which is what we store.
+`lmcache_connector.mp_connector`. It supports the hybrid KV cache manager, where a model's layers have several block
+tables.
 """
 
 # ruff: noqa: E402
@@ -14,15 +14,22 @@ from lmcache_connector.versions import check_vllm, warn_if_untested
 
 check_vllm()  # before anything is taken from vLLM that another version may not have
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_connector.config import read_config
-from lmcache_connector.metadata import StepPlan, StoreOutcome
+from lmcache_connector.copiers import make_copiers
+from lmcache_connector.loading import Finished
+from lmcache_connector.metadata import StepOutcome, StepPlan
 from lmcache_connector.scheduler import SchedulerHalf
 from lmcache_connector.stats import CacheProm, CacheStats
-from lmcache_connector.worker import WorkerHalf, make_copier
+from lmcache_connector.worker import WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,7 +47,7 @@ __all__ = ["LMCacheMPConnector"]
 logger = init_logger(f"vllm.{__name__}")
 
 
-class LMCacheMPConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Offloads prompt KV to a cache server on this node and takes it back."""
 
     _cache_hit_source = CacheHitSource.HOST
@@ -52,6 +59,7 @@ class LMCacheMPConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._config = read_config(vllm_config, kv_cache_config)
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
+        self._finished = Finished()
         if role is KVConnectorRole.SCHEDULER:
             if self._config.fails_on_load_errors:
                 logger.info(
@@ -103,15 +111,15 @@ class LMCacheMPConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learn where the engine's pages are, and register with the server."""
-        copier = make_copier(self._vllm_config, self._config, kv_caches)
-        self._worker_half = WorkerHalf(self._config, self._vllm_config.parallel_config.rank, copier)
+        copiers = make_copiers(self._vllm_config, self._config.shape, kv_caches)
+        self._worker_half = WorkerHalf(self._config, self._vllm_config.parallel_config.rank, copiers)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        """Do the loads of this step."""
+        """Begin the loads of this step."""
         self.worker_half.load(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: loads are done when start_load_kv returns."""
+        """Nothing to wait for: a request is computed only when its load is over."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: "AttentionMetadata", **kwargs: Any
@@ -122,16 +130,18 @@ class LMCacheMPConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Do the stores of this step."""
         self.worker_half.store(self._plan())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """No sends, and the loads of this step."""
-        return None, self.worker_half.take_loaded() or None
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The loads that are over, and which of them failed as a whole."""
+        self._finished = self.worker_half.take_finished()
+        loaded = self._finished.requests if self._config.settings.load_async else set()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=self._finished.failed_requests)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that this step's loads did not fill."""
-        return self.worker_half.take_invalid()
+        """The blocks that the loads of the last `get_transfer_results` did not fill."""
+        return self._finished.failed_blocks
 
-    def build_connector_worker_meta(self) -> StoreOutcome | None:
-        """What became of this step's stores."""
+    def build_connector_worker_meta(self) -> StepOutcome | None:
+        """What became of this step's stores and synchronous loads."""
         return self.worker_half.take_outcome()
 
     def _plan(self) -> StepPlan:
@@ -161,7 +171,9 @@ class LMCacheMPConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """What the workers did."""
         self.scheduler_half.done(connector_output)
 
-    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """The request is over; its blocks may be freed at once."""
         self.scheduler_half.finished(request)
         return False, None

@@ -6,8 +6,8 @@
     update_connector_output      the load is over: its lease is given back
     request_finished             whatever is left is given back
 
-Loads are asynchronous in vLLM's sense: the request waits for one step, in which the worker copies, and is computed from
-the next one on. That costs a step without work and buys a clean failure: no token is computed on blocks that did not
+Loads are asynchronous in vLLM's sense, unless the user wants them not to be: the request waits while the workers copy,
+and is computed afterwards. That costs a step and buys a clean failure: no token is computed on blocks that did not
 arrive, whatever runs at the same time (overlapping batches included).
 
 A load is exactly the promised tokens [local, local + external): from the block behind the engine's own hit (vLLM
@@ -19,7 +19,7 @@ No hook waits for the server, except that all lookups of one step together may w
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.events import EventFeed
 from lmcache_connector.health import ServerLink, attacher
 from lmcache_connector.identity import PromptIdentity, bypass_reason, prompt_identity
-from lmcache_connector.metadata import LoadJob, StepPlan, StoreJob, StoreOutcome
+from lmcache_connector.metadata import NULL_BLOCK, BlockTables, LoadJob, StepOutcome, StepPlan, StoreJob
 from lmcache_connector.tracker import PackedTokens, StoreTracker, external_tokens, storable_chunks
 from lmcache_sdk.attachment import Attachment
 from lmcache_sdk.errors import LMCacheSDKError
@@ -133,7 +133,7 @@ class SchedulerHalf:
             return None, False
         state.local = local
         tokens = external_tokens(answer.chunks * attachment.hello.chunk_size, request.num_tokens, local)
-        return tokens, tokens > 0
+        return tokens, tokens > 0 and self._config.settings.load_async
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external: int) -> None:
         """The request has `blocks`, of which `external` tokens behind the local ones are to be loaded."""
@@ -146,23 +146,22 @@ class SchedulerHalf:
         if external == 0 or lookup.answer is None:
             self._give_back(lookup)
             return
-        (block_ids,) = blocks.get_block_ids()
-        block_size = self._config.block_size
         end = state.local + external
-        needed = tuple(block_ids[: -(-end // block_size)])
+        tables = self._tables(blocks.get_block_ids(), end)
         hello = lookup.attachment.hello
         self._loads.append(
             LoadJob(
                 request.request_id,
                 state.local,
                 end,
-                needed,
+                hello.chunk_size,
+                tables,
                 lookup.answer,
                 lookup.attachment.instance,
                 hello.incarnation,
             )
         )
-        written = frozenset(needed[state.local // block_size :])
+        written = frozenset(tables[0][state.local // self._config.shape.groups[0].block_size :])
         self._loading[request.request_id] = Loading(lookup.attachment, lookup.answer.lease, written)
 
     def finished(self, request: "Request") -> None:
@@ -183,16 +182,18 @@ class SchedulerHalf:
         """What the workers do around the step `output`."""
         self._patience = PATIENCE
         loads, self._loads = self._loads, []
-        return StepPlan(tuple(loads), tuple(self._stores(output)))
+        return StepPlan(tuple(loads), tuple(self._stores(output)), idle=not output.num_scheduled_tokens)
 
     def done(self, output: "KVConnectorOutput") -> None:
         """The workers' report on a step."""
-        for request_id in output.finished_recving or ():
-            self._loaded(request_id, output.invalid_block_ids)
-        if isinstance(output.kv_connector_worker_meta, StoreOutcome):
-            for request_id, stored in output.kv_connector_worker_meta.stored.items():
-                if (state := self._requests.get(request_id)) is not None:
-                    state.store.report(stored)
+        outcome = output.kv_connector_worker_meta
+        assert outcome is None or isinstance(outcome, StepOutcome)
+        loaded = outcome.loaded if outcome is not None else frozenset()
+        for request_id in (output.finished_recving or set()) | loaded:
+            self._loaded(request_id, output)
+        for request_id, stored in (outcome.stored if outcome is not None else {}).items():
+            if (state := self._requests.get(request_id)) is not None:
+                state.store.report(stored)
 
     def clear(self) -> bool:
         """Make the server forget every cached chunk; whether it did."""
@@ -271,14 +272,15 @@ class SchedulerHalf:
         else:
             self._release(lookup.attachment, lookup.answer.lease)
 
-    def _loaded(self, request_id: str, invalid_blocks: set[int]) -> None:
+    def _loaded(self, request_id: str, output: "KVConnectorOutput") -> None:
         loading = self._loading.pop(request_id, None)
         if loading is None:
             return
         self._release(loading.attachment, loading.lease)
         self._end(loading.attachment, loading.sessions)
         state = self._requests.get(request_id)
-        if state is not None and loading.blocks & invalid_blocks:
+        failed = request_id in output.failed_recving or bool(loading.blocks & output.invalid_block_ids)
+        if state is not None and failed:
             state.failed = True
             state.store.forget()
 
@@ -320,12 +322,30 @@ class SchedulerHalf:
                 chunk_size=chunk_size,
                 save_decode=self._config.settings.save_decode_cache,
             )
-            if state.store.ask(chunks):
-                (block_ids,) = block_state.get_block_ids(request_id) or ((),)
+            if chunks <= state.store.stored:
+                continue
+            tables = self._tables(block_state.get_block_ids(request_id) or (), chunks * chunk_size)
+            first = self._first_whole_chunk(tables, chunk_size)
+            if chunks > first and state.store.ask(chunks):
                 yield StoreJob(
                     SessionId(request_id, 0),
                     state.packed.first(chunks * chunk_size, request.all_token_ids),
                     state.identity.salt,
                     state.identity.extras,
-                    tuple(block_ids[: -(-chunks * chunk_size // self._config.block_size)]),
+                    tables,
+                    first,
                 )
+
+    def _tables(self, block_ids: Sequence[Sequence[int]], tokens: int) -> BlockTables:
+        """The blocks that hold the first `tokens` tokens, of each group."""
+        sizes = {group.table: group.block_size for group in self._config.shape.groups}
+        return tuple(tuple(ids[: -(-tokens // sizes[table])]) for table, ids in enumerate(block_ids))
+
+    def _first_whole_chunk(self, tables: BlockTables, chunk_size: int) -> int:
+        """The first chunk of which all blocks are still there; only leading ones leave a sliding window."""
+        first = 0
+        for group, kernel_group in zip(self._config.shape.groups, self._config.shape.layout.groups, strict=True):
+            if kernel_group.window:
+                gone = tables[group.table].count(NULL_BLOCK)
+                first = max(first, -(-gone * group.block_size // chunk_size))
+        return first

@@ -21,6 +21,9 @@ MAX_TIMEOUT = 2.0
 """The longest that a hook of the engine may wait for one answer, however generous `mq_timeout` is: a server that takes
 longer is treated as away."""
 
+MAX_CONCURRENCY = 64
+"""More loads at a time than this only share the same memory bandwidth."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -34,6 +37,12 @@ class Settings:
     """Between two signs of life; it bounds how long a restarted server goes unnoticed."""
     save_decode_cache: bool = False
     """Whether chunks with generated tokens are stored too."""
+    load_async: bool = True
+    """Whether loads run beside the forward passes of other requests, instead of before the next one."""
+    load_timeout: float = 10.0
+    """How long a load may take, its wait for others included; what is not there by then is computed."""
+    load_concurrency: int = 2
+    """How many loads run at the same time."""
 
 
 def read_settings(extra_config: Mapping[str, Any]) -> Settings:
@@ -87,6 +96,13 @@ def _seconds(key: str, value: Any) -> float:
     if not 0 < seconds < math.inf:
         raise ValueError(f"{key}: expected a number of seconds above 0, got {value!r}")
     return seconds
+
+
+def _count(key: str, value: Any) -> int:
+    count = _number(key, value)
+    if not 1 <= count <= MAX_CONCURRENCY or not count.is_integer():
+        raise ValueError(f"{key}: expected a whole number from 1 to {MAX_CONCURRENCY}, got {value!r}")
+    return int(count)
 
 
 def _timeout(key: str, value: Any) -> float:
@@ -146,6 +162,9 @@ FIELDS = {
     "lmcache.mp.mq_timeout": "timeout",
     "lmcache.mp.heartbeat_interval": "heartbeat_interval",
     "lmcache.mp.save_decode_cache": "save_decode_cache",
+    "lmcache.mp.load_async": "load_async",
+    "lmcache.mp.load_timeout": "load_timeout",
+    "lmcache.mp.load_concurrency": "load_concurrency",
 }
 """The keys that are a field of `Settings` as they are."""
 
@@ -160,6 +179,9 @@ KEYS: dict[str, Reader] = {
     "lmcache.mp.mq_timeout": _timeout,
     "lmcache.mp.heartbeat_interval": _seconds,
     "lmcache.mp.save_decode_cache": _json_boolean,
+    "lmcache.mp.load_async": _json_boolean,
+    "lmcache.mp.load_timeout": _seconds,
+    "lmcache.mp.load_concurrency": _count,
     "lmcache.mp.nonblocking_lookup_status": _only(True, why="a lookup never blocks the scheduler"),
     "lmcache.mp.mp_transfer_mode": _only("auto", "engine_driven", why="the engine copies"),
     "lmcache.mp.isolated_ipc": _only(False, why="a server that cannot share memory says so itself"),

@@ -26,6 +26,7 @@ from typing import Any
 
 from lmcache_server.protocol.errors import ErrorCode, ProtocolError, invalid
 from lmcache_server.protocol.events import Events, EventsReply
+from lmcache_server.protocol.frames import Piece, Read, ReadReply, Write, WriteReply
 from lmcache_server.protocol.keys import TOKEN_BYTES
 from lmcache_server.protocol.layout import Kind
 from lmcache_server.protocol.registration import (
@@ -102,6 +103,13 @@ class Prompt:
             raise invalid("extras", f"expected at most {MAX_EXTRA} bytes per chunk; send a digest instead")
 
 
+def _check_first(first: tuple[int, ...], prompts: tuple[Prompt, ...]) -> None:
+    if first and len(first) != len(prompts):
+        raise invalid("first", f"expected one per prompt ({len(prompts)}) or none, got {len(first)}")
+    if first and min(first) < 0:
+        raise invalid("first", f"expected chunk indices from 0, got {min(first)}")
+
+
 @dataclass(frozen=True, slots=True)
 class Acquire:
     """Ask for the longest cached prefix of each prompt, with a lease on its chunks from `first` (its own) on.
@@ -116,10 +124,7 @@ class Acquire:
     lease: bool = True
 
     def __post_init__(self) -> None:
-        if self.first and len(self.first) != len(self.prompts):
-            raise invalid("first", f"expected one per prompt ({len(self.prompts)}) or none, got {len(self.first)}")
-        if self.first and min(self.first) < 0:
-            raise invalid("first", f"expected chunk indices from 0, got {min(self.first)}")
+        _check_first(self.first, self.prompts)
         several = self.lease and len(self.prompts) > 1
         if several and len({prompt.session for prompt in self.prompts}) != len(self.prompts):
             raise invalid("prompts", "expected a session of its own for each prompt: a session holds one read lease")
@@ -158,10 +163,17 @@ class ReleaseReply:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Ask for slots for what is missing of each prompt's whole chunks, the leading ones first."""
+    """Ask for slots for what is missing of each prompt's whole chunks, the leading ones first.
+
+    Chunks before `first` (one per prompt, or none: 0) are not offered: if one of them is missing, nothing is.
+    """
 
     instance: int
     prompts: tuple[Prompt, ...]
+    first: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_first(self.first, self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,53 +272,6 @@ class EndReply:
     """How many of the sessions were known until now."""
 
     ended: int
-
-
-# The bytes, where there is no shared memory.
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of bytes of one object: `part` of chunk `chunk`, from `offset` in the object, `length` bytes."""
-
-    chunk: int
-    part: int
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """Fill reserved objects; raw frame i holds piece i. The pieces of an object arrive in order, without holes."""
-
-    instance: int
-    reservation: int
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WriteReply:
-    """Bytes taken."""
-
-    written: int
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Fetch pieces of leased objects (`chunk` counts from the first chunk of the lease); raw frame i of the reply
-    holds piece i.
-    """
-
-    instance: int
-    lease: int
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadReply:
-    """Bytes that follow as raw frames."""
-
-    length: int
 
 
 # Questions.

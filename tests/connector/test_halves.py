@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 import torch
 
-from lmcache_connector.metadata import StoreOutcome
+from lmcache_connector.metadata import StepOutcome
 from lmcache_connector.scheduler import PATIENCE
 from tests.connector.rig import Rig, rig_config
 from tests.servers import CacheServer, running_server
@@ -136,7 +136,7 @@ def test_requests_of_one_step_are_stored_together(rig: Rig) -> None:
     for served in batch:
         rig.allocate(served, rig.matched(served))
     outcome = rig.step(dict.fromkeys(batch, 40)).kv_connector_worker_meta
-    assert outcome == StoreOutcome({f"r{i}": 2 for i in range(4)})
+    assert outcome == StepOutcome({f"r{i}": 2 for i in range(4)})
     for served in batch:
         rig.finish(served)
     for i in range(4):
@@ -369,20 +369,21 @@ def test_a_store_that_another_engine_is_busy_with_is_asked_for_again(server: Cac
     with Rig(config) as first, Rig(config) as second:
         hold, one = threading.Event(), first.arrive("one", tokens)
         first.allocate(one, first.matched(one))
-        fill, reserved = first.worker._fill, threading.Event()
+        storer = first.worker.storer
+        fill, reserved = storer._fill, threading.Event()
 
         def slowly(*arguments: object) -> None:
             reserved.set()
             hold.wait()
             fill(*arguments)  # type: ignore[arg-type]
 
-        first.worker._fill = slowly  # type: ignore[method-assign]
+        storer._fill = slowly  # type: ignore[method-assign]
         storing = threading.Thread(target=first.step, args=({one: 64},))
         storing.start()
         reserved.wait()
         two = second.arrive("two", tokens)
         second.allocate(two, second.matched(two))
-        assert second.step({two: 64}).kv_connector_worker_meta == StoreOutcome({"two": 0})
+        assert second.step({two: 64}).kv_connector_worker_meta == StepOutcome({"two": 0})
         hold.set()
         storing.join()
         two.request.append_output_token_ids(5)
@@ -390,7 +391,7 @@ def test_a_store_that_another_engine_is_busy_with_is_asked_for_again(server: Cac
         for _ in range(3):
             two.request.num_computed_tokens -= 1  # decode steps
             outcomes.append(second.step({two: 1}).kv_connector_worker_meta)
-        assert StoreOutcome({"two": 4}) in outcomes
+        assert StepOutcome({"two": 4}) in outcomes
         first.finish(one)
         second.finish(two)
     server.quiet()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lmcache_connector.metadata import StoreOutcome
+from lmcache_connector.metadata import StepOutcome
 from lmcache_sdk.attachment import Attachment
 from tests.connector.rig import Rig, rig_config
 from tests.servers import CacheServer, running_server
@@ -114,7 +114,7 @@ def test_a_store_that_is_never_answered_delays_one_step_and_is_made_up_for(rig: 
     rig.allocate(served, rig.matched(served))
     with hanging(server):
         started = time.monotonic()
-        assert rig.step({served: 20}).kv_connector_worker_meta == StoreOutcome({"r": 0})
+        assert rig.step({served: 20}).kv_connector_worker_meta == StepOutcome({"r": 0})
         assert time.monotonic() - started < 2 * rig.config.settings.timeout
         started = time.monotonic()
         rig.step({served: 12})

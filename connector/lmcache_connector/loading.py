@@ -1,0 +1,172 @@
+"""Loads: from the slots that the scheduler half has leased to the engine's blocks.
+
+    start     copies on threads of its own (or at once, by option), beside the engine's forward passes
+    finished  which requests' loads are over, and what of them did not arrive
+
+A load is over when nothing will write to its blocks any more, good or bad: only then is it reported, so its blocks may
+be used, or given to another request. It ends by its deadline in any case: it goes in slices, and a slice that is not
+begun in time is not begun. What was not copied, or was not there any more after its copy, is reported as failed.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from lmcache_connector.config import ConnectorConfig
+from lmcache_connector.gpu_connector import ChunkCopy, Copier
+from lmcache_connector.health import ServerLink
+from lmcache_connector.layout import Piece, chunk_pieces
+from lmcache_connector.metadata import NULL_BLOCK, LoadJob
+from lmcache_sdk.attachment import Attachment
+from lmcache_sdk.errors import LMCacheSDKError
+from lmcache_sdk.transfer import Share
+from lmcache_server.protocol.layout import slot_bytes
+
+__all__ = ["Finished", "Loader"]
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+SLICE_BYTES = 32 << 20
+"""Copied between two looks at the clock: a few milliseconds."""
+IDLE_WAIT = 0.01
+"""Seconds that an engine without other work waits for a load to end, which it would else spend spinning."""
+
+
+@dataclass(slots=True)
+class Finished:
+    """Loads that are over. What failed is told by block, or, where blocks of several tables could be meant, by
+    request.
+    """
+
+    requests: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+    failed_requests: set[str] = field(default_factory=set)
+
+
+class Loader:
+    """Does the loads of one worker, which holds shard `shard`."""
+
+    def __init__(self, config: ConnectorConfig, link: ServerLink, copiers: Sequence[Copier], shard: int) -> None:
+        self._config = config
+        self._shape = config.shape
+        self._link = link
+        self._copiers = copiers
+        groups = len(self._shape.groups)
+        self._own = range(shard * groups, (shard + 1) * groups)
+        self._pool: ThreadPoolExecutor | None = None
+        if config.settings.load_async:
+            self._pool = ThreadPoolExecutor(config.settings.load_concurrency, thread_name_prefix="lmcache-load")
+        self._change = threading.Condition()
+        self._finished = Finished()
+        self._under_way = 0
+
+    def start(self, jobs: Sequence[LoadJob]) -> None:
+        """Begin these loads; without threads they are over when this returns."""
+        deadline = time.monotonic() + self._config.settings.load_timeout
+        for job in jobs:
+            with self._change:
+                self._under_way += 1
+            if self._pool is None:
+                self._run(job, deadline)
+            else:
+                self._pool.submit(self._run, job, deadline)
+
+    def finished(self, *, idle: bool = False) -> Finished:
+        """The loads that are over since the last call; an `idle` engine waits a moment for one that is under way."""
+        with self._change:
+            if idle and self._under_way and not self._finished.requests:
+                self._change.wait(IDLE_WAIT)
+            finished, self._finished = self._finished, Finished()
+        return finished
+
+    def close(self) -> None:
+        """Return when nothing is being loaded any more."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    # --- one load ------------------------------------------------------------------------------------------------
+
+    def _run(self, job: LoadJob, deadline: float) -> None:
+        failed: set[int] = set(self._chunks(job))
+        try:
+            failed = self._load(job, deadline)
+        except Exception:  # the boundary of the thread: an unreported load would keep its request waiting for ever
+            logger.exception("request %s: a fault while loading; its tokens are computed", job.request_id)
+        finally:
+            self._report(job, failed)
+
+    def _report(self, job: LoadJob, failed: set[int]) -> None:
+        with self._change:
+            self._under_way -= 1
+            self._finished.requests.add(job.request_id)
+            if failed and len(self._shape.groups) > 1:
+                self._finished.failed_requests.add(job.request_id)
+            elif failed:
+                self._finished.failed_blocks |= self._blocks(job, failed)
+            self._change.notify_all()
+
+    def _load(self, job: LoadJob, deadline: float) -> set[int]:
+        """Copy; the chunks that did not arrive."""
+        chunks = self._chunks(job)
+        attachment = self._link.attachment
+        if attachment is None or attachment.incarnation != job.incarnation:
+            logger.warning("request %s: not loaded, the server that had its KV is away", job.request_id)
+            return set(chunks)
+        failed: set[int] = set()
+        for part in self._slices(chunks, job.chunk_size):
+            if time.monotonic() > deadline:
+                logger.warning(
+                    "request %s: %d of %d chunks were not loaded within %s s (lmcache.mp.load_timeout)",
+                    job.request_id, chunks.stop - part.start, len(chunks), self._config.settings.load_timeout,
+                )  # fmt: skip
+                return failed | set(range(part.start, chunks.stop))
+            try:
+                failed |= self._load_slice(attachment, job, part)
+            except LMCacheSDKError as error:
+                self._link.lost(attachment, error)
+                return failed | set(range(part.start, chunks.stop))
+        return failed
+
+    def _load_slice(self, attachment: Attachment, job: LoadJob, chunks: range) -> set[int]:
+        groups = len(self._shape.groups)
+        share = Share(job.holder, groups * self._shape.shards, self._own, chunks)
+        slots = attachment.transfer.readable(job.acquired, share)
+        for group, copier in enumerate(self._copiers):
+            copier.scatter(
+                ChunkCopy(slot, self._pieces(job, group, chunk))
+                for chunk, slot in zip(chunks, slots[group::groups], strict=True)
+            )
+        intact = attachment.transfer.verify(job.acquired, share)
+        gone = {chunks[i // groups] for i, there in enumerate(intact) if not there}
+        for chunk in sorted(gone):
+            logger.warning("request %s: chunk %d was gone before it was loaded", job.request_id, chunk)
+        return gone
+
+    def _slices(self, chunks: range, chunk_size: int) -> Iterator[range]:
+        size = max(1, SLICE_BYTES // sum(slot_bytes(group, chunk_size) for group in self._shape.layout.groups))
+        for start in range(chunks.start, chunks.stop, size):
+            yield chunks[start - chunks.start : start - chunks.start + size]
+
+    # --- ranges --------------------------------------------------------------------------------------------------
+
+    def _chunks(self, job: LoadJob) -> range:
+        return range(job.first // job.chunk_size, -(-job.end // job.chunk_size))
+
+    def _pieces(self, job: LoadJob, group: int, chunk: int) -> list[Piece]:
+        """Where the chunk's promised tokens go; those outside of a sliding window have no block."""
+        engine_group = self._shape.groups[group]
+        table = job.tables[engine_group.table]
+        pieces = chunk_pieces(chunk, job.first, job.end, job.chunk_size, engine_group.block_size, table)
+        return [piece for piece in pieces if piece.block != NULL_BLOCK]
+
+    def _blocks(self, job: LoadJob, chunks: set[int]) -> set[int]:
+        """The blocks of the only table that hold promised tokens of `chunks`."""
+        size = self._shape.groups[0].block_size
+        blocks: set[int] = set()
+        for chunk in chunks:
+            first, end = max(job.first, chunk * job.chunk_size), min(job.end, (chunk + 1) * job.chunk_size)
+            blocks |= set(job.tables[0][first // size : -(-end // size)])
+        return blocks - {NULL_BLOCK}

@@ -1,0 +1,105 @@
+"""Stores: from the engine's blocks to slots that the server reserves, published when they are full.
+
+Everything is done when `store` returns, so no block is ever read later. Of each prompt the server answers what is
+missing; a store that fails is a later miss, nothing else.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from lmcache_connector.config import ConnectorConfig
+from lmcache_connector.gpu_connector import ChunkCopy, Copier
+from lmcache_connector.health import ServerLink
+from lmcache_connector.layout import chunk_pieces
+from lmcache_connector.metadata import StoreJob
+from lmcache_sdk.attachment import Attachment
+from lmcache_sdk.errors import LMCacheSDKError
+from lmcache_server.protocol.messages import (
+    Commit,
+    CommitReply,
+    CommittedChunks,
+    End,
+    Prompt,
+    Reserve,
+    Reserved,
+    ReserveReply,
+)
+
+__all__ = ["Storer"]
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+class Storer:
+    """Does the stores of one worker; called from its thread only."""
+
+    def __init__(self, config: ConnectorConfig, link: ServerLink, copiers: Sequence[Copier]) -> None:
+        self._shape = config.shape
+        self._link = link
+        self._copiers = copiers
+
+    def store(self, jobs: Sequence[StoreJob]) -> dict[str, int]:
+        """Copy what the server is missing of `jobs`, and publish it.
+
+        By request id, how many leading chunks are in the cache for certain.
+        """
+        stored = dict.fromkeys((job.session.request_id for job in jobs), 0)
+        attachment = self._link.attachment
+        if attachment is None or not jobs:
+            return stored
+        try:
+            stored |= self._store(attachment, jobs)
+        except LMCacheSDKError as error:
+            self._link.lost(attachment, error)
+        self._end(attachment, jobs)
+        return stored
+
+    def _store(self, attachment: Attachment, jobs: Sequence[StoreJob]) -> dict[str, int]:
+        """Reserve, copy, commit; the leading chunks that each request has in the cache now."""
+        prompts = tuple(Prompt(job.session, job.tokens, job.salt, job.extras) for job in jobs)
+        message = Reserve(attachment.instance, prompts, tuple(job.first for job in jobs))
+        reply: ReserveReply = attachment.connection.request(message)
+        reserved = [(job, result) for job, result in zip(jobs, reply.results, strict=True) if result.reservation]
+        sealed: dict[int, set[int]] = {}
+        if reserved:
+            for job, result in reserved:
+                self._fill(attachment, job, result)
+            handles = tuple(result.reservation for _, result in reserved)
+            commit = Commit(attachment.instance, tuple(CommittedChunks(handle) for handle in handles))
+            committed: CommitReply = attachment.connection.request(commit)
+            sealed = {h: set(r.sealed) for h, r in zip(handles, committed.results, strict=True)}
+        return {
+            job.session.request_id: _prefix(result.resident, sealed.get(result.reservation, set()))
+            for job, result in zip(jobs, reply.results, strict=True)
+        }
+
+    def _fill(self, attachment: Attachment, job: StoreJob, reserved: Reserved) -> None:
+        size = attachment.hello.chunk_size
+        slots = attachment.transfer.writable(reserved)
+        groups = len(self._shape.groups)
+        for group, copier in enumerate(self._copiers):
+            engine_group = self._shape.groups[group]
+            table = job.tables[engine_group.table]
+            copier.gather(
+                ChunkCopy(slot, chunk_pieces(c, c * size, (c + 1) * size, size, engine_group.block_size, table))
+                for c, slot in zip(reserved.chunks, slots[group::groups], strict=True)
+                if len(slot)  # a part that is there already has no slot to fill
+            )
+        attachment.transfer.flush(reserved, slots)
+
+    def _end(self, attachment: Attachment, jobs: Sequence[StoreJob]) -> None:
+        """These attempts are over, now: an idle engine takes no further step.
+
+        Whatever they still reserve (nothing, unless a copy failed) is aborted with them.
+        """
+        try:
+            attachment.connection.submit(End(attachment.instance, tuple(job.session for job in jobs)))
+        except LMCacheSDKError as error:
+            self._link.lost(attachment, error)
+
+
+def _prefix(resident: int, sealed: set[int]) -> int:
+    """How many leading chunks are there, if the first `resident` are and the `sealed` ones besides."""
+    while resident in sealed:
+        resident += 1
+    return resident
