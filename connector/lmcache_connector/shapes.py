@@ -52,6 +52,7 @@ def engine_shape(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise ValueError("kv_cache_groups: this model has no KV cache, so there is nothing to cache; remove the option")
+    _check_indices([layer for group in groups for layer in group.layer_names])
     engine_groups, kernel_groups, quantised = [], [], set()
     for table, group in enumerate(groups):
         _check_group(group)
@@ -60,7 +61,6 @@ def engine_shape(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
         engine_groups.append(EngineGroup(layers, table, spec.block_size))
         kernel_groups.append(_kernel_group(layers, spec))
         quantised.add(spec.kv_quant_mode != 0)
-    _check_indices(engine_groups)
     if len(quantised) > 1:
         raise _unsupported(groups[0].layer_names[0], "some layers' KV cache is quantised and some layers' is not")
     quantisation = _quantisation(vllm_config, groups[0].layer_names[0]) if True in quantised else ""
@@ -132,9 +132,9 @@ def _kernel_group(layers: tuple[str, ...], spec: Any) -> KernelGroup:
     )
 
 
-def _check_indices(groups: list[EngineGroup]) -> None:
+def _check_indices(layers: list[str]) -> None:
     seen: set[int] = set()
-    for layer in (layer for group in groups for layer in group.layers):
+    for layer in layers:
         if _layer_index(layer) in seen:
             raise _unsupported(layer, "another layer of this model has the same index")
         seen.add(_layer_index(layer))

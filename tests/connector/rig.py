@@ -104,9 +104,7 @@ class Rig:
         self.invalid: set[int] = set()
 
     def _rank(self, rank: int) -> Rank:
-        made = [
-            Paged(Shape("LBNHC", group, BLOCKS, size)) for group, size in zip(self.groups, self.sizes, strict=True)
-        ]
+        made = [Paged(Shape("LBNHC", group, BLOCKS, size)) for group, size in zip(self.groups, self.sizes, strict=True)]
         memory = [paged.memories[0].view(paged.pages[0].dtype).normal_() for paged in made]
         pages = [paged.pages for paged in made]
         copiers = [

@@ -1,13 +1,11 @@
 """vLLM's real configuration objects, translated; and what is refused when the engine starts."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from lmcache_connector.config import check_chunk_size, read_config
-from lmcache_server.protocol.layout import KernelGroup
+from lmcache_connector.config import read_config
 from tests.engine import connector_config, tiny_model
 
 pytest.importorskip("vllm")
@@ -18,8 +16,6 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVQuantMode,
-    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -56,9 +52,8 @@ def caches(*groups: tuple[list[str], Any]) -> KVCacheConfig:
 def test_the_record_says_what_the_engine_is(vllm_config: VllmConfig) -> None:
     config = read_config(vllm_config, caches((NAMES, SPEC)))
     assert config.model_name == str(tiny_model())
-    assert config.layout.groups == (KernelGroup((0, 1, 2, 10), 2, 4, 64, "bfloat16"),)
-    assert config.layers == tuple(NAMES[i] for i in (0, 3, 2, 1)), "in the order of the layout's layers"
-    assert (config.block_size, config.world_size, config.stores, config.loads) == (128, 1, True, True)
+    assert config.shape.groups[0].table == 0
+    assert (config.stores, config.loads) == (True, True)
     assert config.settings.url == "tcp://127.0.0.1:6555"
     assert config.fails_on_load_errors, "vLLM's default"
 
@@ -106,29 +101,15 @@ def test_whatever_shapes_kv_changes_the_revision(vllm_config: VllmConfig, tmp_pa
     assert revision(vllm_config) in revisions
 
 
-@pytest.mark.parametrize(
-    ("groups", "sentence"),
-    [
-        ([], "0 groups (none) are not supported"),
-        ([(NAMES[:2], SPEC), (NAMES[2:], SPEC)], "2 groups (2 layers of FullAttentionSpec, 2 layers of"),
-        ([(NAMES, MLAAttentionSpec(block_size=128, num_kv_heads=1, head_size=576, dtype=torch.bfloat16))], "MLA"),
-        ([(NAMES, SlidingWindowSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16,
-                                    sliding_window=64))], "SlidingWindowSpec, not full attention"),
-        ([(NAMES, dataclasses.replace(SPEC, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR))], "--kv-cache-dtype auto"),
-        ([(NAMES, dataclasses.replace(SPEC, head_size_v=32))], "keys of 64 and values of 32"),
-        ([(NAMES, dataclasses.replace(SPEC, non_causal=True))], "attend to later ones"),
-        ([(NAMES, dataclasses.replace(SPEC, state_content_bytes=96))], "packs K and V in a way of its own"),
-        ([(NAMES, dataclasses.replace(SPEC, dtype=torch.float64))], "dtype torch.float64"),
-        ([(["model.layers.0.attn.1"], SPEC)], "exactly one number"),
-        ([(["encoder.layers.0.attn", "decoder.layers.0.attn"], SPEC)], "same index"),
-    ],
-)  # fmt: skip
-def test_a_model_that_cannot_be_cached_correctly_is_refused_with_its_layer(
-    vllm_config: VllmConfig, groups: list[tuple[list[str], Any]], sentence: str
-) -> None:
-    with pytest.raises(ValueError) as refusal:
-        read_config(vllm_config, caches(*groups))
-    assert sentence in str(refusal.value)
+def test_loads_before_the_forward_pass_are_refused_for_several_groups(vllm_config: VllmConfig) -> None:
+    window = SlidingWindowSpec(block_size=128, num_kv_heads=4, head_size=64, dtype=torch.bfloat16, sliding_window=64)
+    groups = caches((NAMES[:2], SPEC), (NAMES[2:], window))
+    assert len(read_config(vllm_config, groups).shape.groups) == 2
+    extra = {"lmcache.mp.load_async": False}
+    synchronous = changed(vllm_config, "kv_transfer_config", kv_connector_extra_config=extra)
+    assert not read_config(synchronous, caches((NAMES, SPEC))).settings.load_async
+    with pytest.raises(ValueError, match=r"lmcache\.mp\.load_async: false is not possible .* remove the key"):
+        read_config(synchronous, groups)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +125,3 @@ def test_unknown_keys_end_the_start(vllm_config: VllmConfig) -> None:
     other = changed(vllm_config, "kv_transfer_config", kv_connector_extra_config={"lmcache.mp.prot": 1})
     with pytest.raises(ValueError, match=r"did you mean lmcache\.mp\.port"):
         read_config(other, caches((NAMES, SPEC)))
-
-
-def test_chunks_and_blocks_must_fit_into_each_other() -> None:
-    for chunk, block in ((16, 128), (128, 128), (256, 16)):
-        check_chunk_size(chunk, block)
-    with pytest.raises(ValueError, match="--chunk-size 48 or the engine with --block-size 32"):
-        check_chunk_size(32, 48)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,8 @@ from tests.servers import CacheServer, running_server
 pytestmark = pytest.mark.process
 
 
-def link_to(server: CacheServer, block_size: int = 16) -> ServerLink:
-    config = rig_config(server.url, block_size=block_size)
+def link_to(server: CacheServer, **facts: Any) -> ServerLink:
+    config = rig_config(server.url, **facts)
     return ServerLink(config.settings, attacher(config, "worker", 0))
 
 
@@ -77,8 +78,8 @@ def test_closing_while_the_server_is_away_takes_no_time() -> None:
 
 
 def test_a_server_that_does_not_fit_ends_the_start_with_a_sentence(server: CacheServer) -> None:
-    with pytest.raises(ValueError, match=r"chunks have 16 tokens and the engine's blocks 24.*--chunk-size 24"):
-        link_to(server, block_size=24).start()
+    with pytest.raises(ValueError, match=r"the cache server at .* cannot be used: .*revision: expected at most"):
+        link_to(server, revision="r" * 10_000).start()
     assert server.status()["cache_context_meta"] == {}
 
 

@@ -34,7 +34,7 @@ def test_an_external_hit_gives_the_logprobs_and_the_pages_of_a_local_one(
     prompt = prompt_of(chunks * chunk + more, seed=10 * chunks + more)
     cold = watched.complete(prompt, max_tokens=4)
     hit = min(len(prompt) // chunk * chunk, len(prompt) - 1)
-    pages = watched.tokens_in_pages(watched.stores[-1].block_ids, hit) if hit else None
+    pages = watched.tokens_in_pages(watched.stores[-1].tables[0], hit) if hit else None
 
     local = watched.complete(prompt, max_tokens=4)
     assert local.cached_tokens >= hit
@@ -47,7 +47,7 @@ def test_an_external_hit_gives_the_logprobs_and_the_pages_of_a_local_one(
     if pages is not None:
         job = watched.loads[-1]
         assert (job.first, job.end) == (0, hit)
-        assert torch.equal(watched.tokens_in_pages(job.block_ids, hit), pages)
+        assert torch.equal(watched.tokens_in_pages(job.tables[0], hit), pages)
 
 
 def close(some: dict[int, float], others: dict[int, float], tolerance: float = 0.1) -> bool:

@@ -64,13 +64,13 @@ def test_blocks_shared_with_a_live_request_are_the_same_before_and_after_a_load(
     def look(plan: StepPlan) -> StepPlan:
         for job in plan.loads:
             if job.first:
-                shared.append(pages_of(watched, job.block_ids[: job.first // BLOCK]))
+                shared.append(pages_of(watched, job.tables[0][: job.first // BLOCK]))
         return plan
 
     def look_again(plan: StepPlan) -> None:
         for job in plan.loads:
             if job.first:
-                shared.append(pages_of(watched, job.block_ids[: job.first // BLOCK]))
+                shared.append(pages_of(watched, job.tables[0][: job.first // BLOCK]))
 
     watched.before_load, watched.after_load = look, look_again
     watched.loads.clear()
@@ -97,11 +97,11 @@ def test_what_is_promised_is_what_is_written(watched: Watched, prompt: list[int]
     after: list[torch.Tensor] = []
 
     def look(plan: StepPlan) -> StepPlan:
-        before.extend(watched.tokens_in_pages(job.block_ids, 2 * CHUNK) for job in plan.loads)
+        before.extend(watched.tokens_in_pages(job.tables[0], 2 * CHUNK) for job in plan.loads)
         return plan
 
     def look_again(plan: StepPlan) -> None:
-        after.extend(watched.tokens_in_pages(job.block_ids, 2 * CHUNK) for job in plan.loads)
+        after.extend(watched.tokens_in_pages(job.tables[0], 2 * CHUNK) for job in plan.loads)
 
     watched.engine.kv_caches[0].untyped_storage().fill_(0xA5)
     watched.before_load, watched.after_load = look, look_again

@@ -92,7 +92,7 @@ class Watched:
         layers = []
         for page in self.engine.kv_caches:
             _, heads, block_size, content = page.shape
-            kernel = self.worker_half._copier.kernel  # type: ignore[attr-defined]
+            kernel = self.worker_half._copiers[0].kernel  # type: ignore[attr-defined]
             positions = probe_cell(block_size, content // 2, kernel)
             cells = page[list(block_ids)].reshape(len(block_ids), heads, -1)
             kv = cells[:, :, positions]  # [blocks, heads, 2, tokens, head_size]
