@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from _demo_engine import ENVIRONMENT, WARM_UP, Completion, Engine, weights_dtype
-from tiny_model import build_tiny_model
+
+from tests.models import tiny_model
 
 __all__ = [
     "Completion",
@@ -32,13 +33,6 @@ __all__ = [
     "tiny_model",
 ]
 
-MODELS = Path(__file__).parent.parent / ".cache" / "models"
-
-
-def tiny_model(name: str = "tests", **parameters: Any) -> Path:
-    """The directory of a tiny model with these parameters (see `build_tiny_model`), built on first use."""
-    suffix = "".join(f"-{key}{value}" for key, value in sorted(parameters.items()))
-    return build_tiny_model(MODELS / f"{name}{suffix}", **parameters)
 
 
 def connector_config(port: int, *, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
