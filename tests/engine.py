@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 
-
 def connector_config(port: int, *, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     """The `--kv-transfer-config` for a server on the loopback; `extra` are further `lmcache.mp.` settings."""
     settings = {f"lmcache.mp.{key}": value for key, value in extra.items()}

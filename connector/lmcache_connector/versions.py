@@ -29,7 +29,6 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "wait_for_layer_load": ("layer_name",),
     "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
     "wait_for_save": (),
-    "get_finished": ("finished_req_ids",),
     "get_transfer_results": ("finished_req_ids",),
     "get_block_ids_with_load_errors": (),
     "build_connector_worker_meta": (),
@@ -40,7 +39,6 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
     "build_connector_meta": ("scheduler_output",),
     "update_connector_output": ("connector_output",),
-    "request_finished": ("request", "block_ids"),
     "take_events": (),
     "reset_cache": (),
     "build_kv_connector_stats": ("data",),
@@ -53,7 +51,9 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "KVConnectorBase_V1": ("requires_kv_delivery",),
         "KVConnectorMetadata": (),
         "KVConnectorRole": ("SCHEDULER", "WORKER"),
+        "KVConnectorTransferResults": ("failed_recving", "finished_recving"),
         "KVConnectorWorkerMetadata": ("aggregate",),
+        "SupportsHMA": ("request_finished_all_groups",),
     },
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
         "KVConnectorPromMetrics": ("observe",),
@@ -68,9 +68,20 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "MEDIUM_CPU": (),
     },
     "vllm.v1.core.sched.output": {"SchedulerOutput": ("kv_connector_block_state", "num_scheduled_tokens")},
+    "vllm.v1.kv_cache_interface": {
+        "FullAttentionSpec": ("attention_chunk_size", "non_causal"),
+        "KVCacheGroupRole": ("DEFAULT",),
+        "KVCacheGroupSpec": ("host_resident", "is_eagle_group", "role"),
+        "KVQuantMode": ("FP8_PER_TENSOR",),
+        "MLAAttentionSpec": ("head_size_v", "tokens_per_state"),
+        "SlidingWindowSpec": ("num_head_slots", "sliding_window", "state_content_bytes"),
+        "get_kv_quant_mode": (),
+    },
     "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": ("HOST",)},
     "vllm.v1.metrics.utils": {"create_metric_per_engine": ()},
-    "vllm.v1.outputs": {"KVConnectorOutput": ("finished_recving", "invalid_block_ids", "kv_connector_worker_meta")},
+    "vllm.v1.outputs": {
+        "KVConnectorOutput": ("failed_recving", "finished_recving", "invalid_block_ids", "kv_connector_worker_meta"),
+    },
 }  # fmt: skip
 """By module: the names that the connector takes from it, each with the attributes or fields that it uses."""
 
