@@ -33,6 +33,8 @@ class ConnectorConfig:
     """Whether the engine answers a failed load with an error to the user instead of computing."""
     publishes_events: bool = False
     """Whether the engine publishes KV events."""
+    query_blocks: int = 0
+    """Blocks of the ring that queries are captured in; 0: they are not captured."""
 
 
 def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> ConnectorConfig:
@@ -57,7 +59,21 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
         loads=transfer.is_kv_consumer,
         fails_on_load_errors=transfer.kv_load_failure_policy == "fail",
         publishes_events=events is not None and events.enable_kv_cache_events,
+        query_blocks=_query_blocks(vllm_config, settings, shape) if settings.transfer_queries else 0,
     )
+
+
+def _query_blocks(vllm_config: "VllmConfig", settings: Settings, shape: EngineShape) -> int:
+    """How large the ring for queries is; raises ValueError if this engine's cannot be captured."""
+    key = "lmcache.mp.transfer_intermediate_tensors"
+    if not vllm_config.model_config.enforce_eager:
+        raise ValueError(f"{key}: queries can be captured only in eager execution; start vLLM with --enforce-eager")
+    if vllm_config.parallel_config.use_ubatching:
+        raise ValueError(f"{key}: queries cannot be captured from microbatches; start vLLM without --enable-dbo")
+    if not vllm_config.kv_transfer_config.is_kv_producer:
+        raise ValueError(f"{key}: kv_role kv_consumer stores nothing; remove the key or set kv_role to kv_both")
+    step_blocks = -(-vllm_config.scheduler_config.max_num_batched_tokens // shape.lasting_group.block_size)
+    return settings.ring_blocks or step_blocks * settings.ring_depth
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:

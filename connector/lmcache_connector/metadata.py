@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from lmcache_server.protocol.messages import Acquired, SessionId
 
-__all__ = ["BlockTables", "LoadJob", "NULL_BLOCK", "StepOutcome", "StepPlan", "StoreJob"]
+__all__ = ["BlockTables", "LoadJob", "NULL_BLOCK", "QueryJob", "StepOutcome", "StepPlan", "StoreJob"]
 
 BlockTables = tuple[tuple[int, ...], ...]
 """For each of the engine's cache groups, the blocks of one request: token t is in block `table[t // block_size]`."""
@@ -52,6 +52,20 @@ class StoreJob:
     first: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class QueryJob:
+    """Prompt tokens [first, end) of a request are computed in this step; `tokens` are all up to `end`."""
+
+    session: SessionId
+    tokens: bytes
+    salt: str
+    extras: dict[int, bytes]
+    first: int
+    end: int
+    block_ids: tuple[int, ...]
+    """Of the shape's lasting group, from the block of token `first` on."""
+
+
 @dataclass(frozen=True)
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     """What the workers have to do around one step of the engine."""
@@ -60,6 +74,9 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     stores: tuple[StoreJob, ...] = ()
     idle: bool = False
     """Whether this step computes nothing."""
+    queries: tuple[QueryJob, ...] = ()
+    over: frozenset[str] = frozenset()
+    """Requests that ended or lost their blocks since the last step, if queries are captured."""
 
 
 @dataclass(frozen=True)

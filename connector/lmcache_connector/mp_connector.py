@@ -27,6 +27,7 @@ from lmcache_connector.config import read_config
 from lmcache_connector.copiers import make_copiers
 from lmcache_connector.loading import Finished
 from lmcache_connector.metadata import StepOutcome, StepPlan
+from lmcache_connector.q_store import QueryStore, make_query_store
 from lmcache_connector.scheduler import SchedulerHalf
 from lmcache_connector.stats import CacheProm, CacheStats
 from lmcache_connector.worker import WorkerHalf
@@ -34,6 +35,7 @@ from lmcache_connector.worker import WorkerHalf
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -59,6 +61,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._config = read_config(vllm_config, kv_cache_config)
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
+        self.query_store: QueryStore | None = None
+        """What a worker's connector captures queries with, if they are to be captured."""
         self._finished = Finished()
         if role is KVConnectorRole.SCHEDULER:
             if self._config.fails_on_load_errors:
@@ -103,7 +107,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the server."""
-        for half in (self._scheduler_half, self._worker_half):
+        for half in (self._scheduler_half, self._worker_half, self.query_store):
             if half is not None:
                 half.close()
 
@@ -113,6 +117,15 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Learn where the engine's pages are, and register with the server."""
         copiers = make_copiers(self._vllm_config, self._config.shape, kv_caches)
         self._worker_half = WorkerHalf(self._config, self._vllm_config.parallel_config.rank, copiers)
+        if self._config.query_blocks:
+            device = next(iter(kv_caches.values())).device
+            self.query_store = make_query_store(self._vllm_config, self._config, device)
+
+    def bind_connector_metadata(self, connector_metadata: "KVConnectorMetadata") -> None:
+        """A step begins; of a worker's hooks the only one that vLLM always calls before the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        if self.query_store is not None:
+            self.query_store.begin(self._plan())
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Begin the loads of this step."""
@@ -129,6 +142,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """Do the stores of this step."""
         self.worker_half.store(self._plan())
+        if self.query_store is not None:
+            self.query_store.store()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The loads that are over, and which of them failed as a whole."""

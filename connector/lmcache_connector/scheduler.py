@@ -27,7 +27,8 @@ from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.events import EventFeed
 from lmcache_connector.health import ServerLink, attacher
 from lmcache_connector.identity import PromptIdentity, bypass_reason, prompt_identity
-from lmcache_connector.metadata import NULL_BLOCK, BlockTables, LoadJob, StepOutcome, StepPlan, StoreJob
+from lmcache_connector.metadata import NULL_BLOCK, BlockTables, LoadJob, QueryJob, StepOutcome, StepPlan, StoreJob
+from lmcache_connector.q_plan import over, query_job
 from lmcache_connector.tracker import PackedTokens, StoreTracker, external_tokens, storable_chunks
 from lmcache_sdk.attachment import Attachment
 from lmcache_sdk.errors import LMCacheSDKError
@@ -182,7 +183,10 @@ class SchedulerHalf:
         """What the workers do around the step `output`."""
         self._patience = PATIENCE
         loads, self._loads = self._loads, []
-        return StepPlan(tuple(loads), tuple(self._stores(output)), idle=not output.num_scheduled_tokens)
+        stores, idle = tuple(self._stores(output)), not output.num_scheduled_tokens
+        if not self._config.query_blocks:
+            return StepPlan(tuple(loads), stores, idle)
+        return StepPlan(tuple(loads), stores, idle, tuple(self._queries(output)), over(output))
 
     def done(self, output: "KVConnectorOutput") -> None:
         """The workers' report on a step."""
@@ -349,3 +353,29 @@ class SchedulerHalf:
                 gone = tables[group.table].count(NULL_BLOCK)
                 first = max(first, -(-gone * group.block_size // chunk_size))
         return first
+
+    # --- queries -------------------------------------------------------------------------------------------------
+
+    def _queries(self, output: "SchedulerOutput") -> Iterable[QueryJob]:
+        attachment = self.link.attachment
+        block_state = output.kv_connector_block_state
+        if attachment is None or block_state is None:
+            return
+        group = self._config.shape.lasting_group
+        chunk_size = attachment.hello.chunk_size
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            tables = block_state.get_block_ids(request_id)
+            if state is None or state.bypass or tables is None:
+                continue
+            job = query_job(
+                state.request,
+                scheduled,
+                state.identity,
+                state.packed,
+                tables[group.table],
+                chunk_size,
+                group.block_size,
+            )
+            if job is not None:
+                yield job

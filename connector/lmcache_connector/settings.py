@@ -43,6 +43,12 @@ class Settings:
     """How long a load may take, its wait for others included; what is not there by then is computed."""
     load_concurrency: int = 2
     """How many loads run at the same time."""
+    transfer_queries: bool = False
+    """Whether the queries of prompts are captured and stored too."""
+    ring_depth: int = 2
+    """How many of the engine's largest steps the ring for captured queries has room for."""
+    ring_blocks: int | None = None
+    """Blocks of that ring, instead of `ring_depth`."""
 
 
 def read_settings(extra_config: Mapping[str, Any]) -> Settings:
@@ -54,8 +60,18 @@ def read_settings(extra_config: Mapping[str, Any]) -> Settings:
         if key not in KEYS:
             raise ValueError(f"{key}: unknown key; {_suggestion(key)}")
         values[key] = KEYS[key](key, value)
+    _check_spellings(values)
     chosen = {field: values[key] for key, field in FIELDS.items() if key in values}
     return Settings(url=_url(values), **chosen)
+
+
+def _check_spellings(values: Mapping[str, Any]) -> None:
+    """Two keys that are the same setting must agree."""
+    first: dict[str, str] = {}
+    for key in values:
+        other = first.setdefault(FIELDS.get(key, key), key)
+        if values[other] != values[key]:
+            raise ValueError(f"{key}: {values[key]!r}, but {other}: {values[other]!r}; they are the same, remove one")
 
 
 def _url(values: Mapping[str, Any]) -> str:
@@ -100,9 +116,20 @@ def _seconds(key: str, value: Any) -> float:
 
 def _count(key: str, value: Any) -> int:
     count = _number(key, value)
-    if not 1 <= count <= MAX_CONCURRENCY or not count.is_integer():
-        raise ValueError(f"{key}: expected a whole number from 1 to {MAX_CONCURRENCY}, got {value!r}")
+    if not 1 <= count < math.inf or not count.is_integer():
+        raise ValueError(f"{key}: expected a whole number from 1, got {value!r}")
     return int(count)
+
+
+def _count_or_none(key: str, value: Any) -> int | None:
+    return None if value is None else _count(key, value)
+
+
+def _concurrency(key: str, value: Any) -> int:
+    count = _count(key, value)
+    if count > MAX_CONCURRENCY:
+        raise ValueError(f"{key}: expected a whole number from 1 to {MAX_CONCURRENCY}, got {value!r}")
+    return count
 
 
 def _timeout(key: str, value: Any) -> float:
@@ -116,6 +143,13 @@ def _number(key: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{key}: expected a number, got {value!r}") from None
+
+
+def _boolean(key: str, value: Any) -> bool:
+    plain = _plain(value)
+    if plain not in (True, False):
+        raise ValueError(f"{key}: expected true or false, got {value!r}")
+    return bool(plain)
 
 
 def _json_boolean(key: str, value: Any) -> bool:
@@ -165,12 +199,16 @@ FIELDS = {
     "lmcache.mp.load_async": "load_async",
     "lmcache.mp.load_timeout": "load_timeout",
     "lmcache.mp.load_concurrency": "load_concurrency",
+    "lmcache.mp.transfer_intermediate_tensors": "transfer_queries",
+    "lmcache.mp.q.ring_depth": "ring_depth",
+    "lmcache.q.ring_depth": "ring_depth",
+    "lmcache.mp.q.ring_blocks": "ring_blocks",
+    "lmcache.q.ring_blocks": "ring_blocks",
 }
-"""The keys that are a field of `Settings` as they are."""
+"""The keys that are a field of `Settings` as they are; some have two spellings."""
 
 _LAZY = "stores happen as soon as a chunk is computed"
 _AUTOSTART = "start the server yourself: `lmcache server`"
-_QUERY = "query tensors are not captured yet"
 
 KEYS: dict[str, Reader] = {
     "lmcache.mp.host": _text,
@@ -181,7 +219,7 @@ KEYS: dict[str, Reader] = {
     "lmcache.mp.save_decode_cache": _json_boolean,
     "lmcache.mp.load_async": _json_boolean,
     "lmcache.mp.load_timeout": _seconds,
-    "lmcache.mp.load_concurrency": _count,
+    "lmcache.mp.load_concurrency": _concurrency,
     "lmcache.mp.nonblocking_lookup_status": _only(True, why="a lookup never blocks the scheduler"),
     "lmcache.mp.mp_transfer_mode": _only("auto", "engine_driven", why="the engine copies"),
     "lmcache.mp.isolated_ipc": _only(False, why="a server that cannot share memory says so itself"),
@@ -195,11 +233,11 @@ KEYS: dict[str, Reader] = {
     "lmcache.mp.lazy_offload_max_deferral_seconds": _only(0, why=_LAZY),
     "lmcache.mp.lazy_offload_threshold": _only(100, why=_LAZY),
     "lmcache.mp.lazy_offload_select_count": _only(10, why=_LAZY),
-    "lmcache.mp.transfer_intermediate_tensors": _only(False, why=_QUERY),
-    "lmcache.q.ring_depth": _only(2, why=_QUERY),
-    "lmcache.q.ring_blocks": _only(None, why=_QUERY),
-    "lmcache.mp.q.ring_depth": _only(2, why=_QUERY),
-    "lmcache.mp.q.ring_blocks": _only(None, why=_QUERY),
+    "lmcache.mp.transfer_intermediate_tensors": _boolean,
+    "lmcache.q.ring_depth": _count,
+    "lmcache.q.ring_blocks": _count_or_none,
+    "lmcache.mp.q.ring_depth": _count,
+    "lmcache.mp.q.ring_blocks": _count_or_none,
     "lmcache.mp.autostart": _only(False, why=_AUTOSTART),
     "lmcache.mp.autostart.server_args": _only("", why=_AUTOSTART),
     "lmcache.mp.autostart.wait_timeout": _only(90, why=_AUTOSTART),

@@ -46,6 +46,12 @@ class EngineShape:
     replicas: int
     """How many consecutive ranks hold the same shard."""
 
+    @property
+    def lasting_group(self) -> EngineGroup:
+        """A group whose blocks stay until their request ends, if there is one: the first with full attention."""
+        windows = (group.window for group in self.layout.groups)
+        return next((group for group, window in zip(self.groups, windows, strict=True) if not window), self.groups[0])
+
 
 def engine_shape(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> EngineShape:
     """The shape of this engine's caches; raises ValueError with a layer and a reason for what we cannot cache."""

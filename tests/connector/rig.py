@@ -102,6 +102,7 @@ class Rig:
         self.step_tokens = step_tokens
         self.free = list(range(1, BLOCKS))
         self.invalid: set[int] = set()
+        self.ended: set[str] = set()
 
     def _rank(self, rank: int) -> Rank:
         made = [Paged(Shape("LBNHC", group, BLOCKS, size)) for group, size in zip(self.groups, self.sizes, strict=True)]
@@ -196,6 +197,7 @@ class Rig:
     def plan(self, scheduled: dict[Served, int]) -> StepPlan:
         """What the scheduler half plans for a step."""
         output = SchedulerOutput.make_empty()
+        output.finished_req_ids, self.ended = self.ended, set()
         output.num_scheduled_tokens = {served.request.request_id: count for served, count in scheduled.items()}
         tables = {served.request.request_id: tuple(served.tables) for served in scheduled}
         output.kv_connector_block_state = KVConnectorBlockState(set(tables), tables.__getitem__, {})
@@ -236,6 +238,7 @@ class Rig:
     def finish(self, served: Served) -> None:
         """The request is over and its blocks are free."""
         self.scheduler.finished(served.request)
+        self.ended.add(served.request.request_id)
         self.finish_blocks(served)
 
     def finish_blocks(self, served: Served) -> None:

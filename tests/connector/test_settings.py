@@ -47,6 +47,8 @@ def test_keys_that_ask_for_what_happens_anyway_are_accepted() -> None:
         "lmcache.mp.lazy_offload_threshold": "100",
         "lmcache.mp.transfer_intermediate_tensors": 0,
         "lmcache.mp.q.ring_depth": 2,
+        "lmcache.q.ring_depth": "2",
+        "lmcache.q.ring_blocks": None,
         "lmcache.mp.autostart.server_args": "",
     }
     assert read_settings(harmless) == Settings()
@@ -73,7 +75,13 @@ def test_keys_that_ask_for_what_happens_anyway_are_accepted() -> None:
         ("lmcache.mp.server_urls", 7, "the address of one server"),
         ("lmcache.mp.lazy_offload", True, "remove the key or set it to False"),
         ("lmcache.mp.mp_transfer_mode", "lmcache_driven", "remove the key or set it to 'auto'"),
-        ("lmcache.mp.transfer_intermediate_tensors", True, "query tensors are not captured yet"),
+        ("lmcache.mp.transfer_intermediate_tensors", "both", "expected true or false"),
+        ("lmcache.mp.transfer_intermediate_tensors", 2, "expected true or false"),
+        ("lmcache.mp.q.ring_depth", 0, "a whole number from 1"),
+        ("lmcache.q.ring_depth", 1.5, "a whole number from 1"),
+        ("lmcache.mp.q.ring_depth", None, "expected a number"),
+        ("lmcache.q.ring_blocks", -1, "a whole number from 1"),
+        ("lmcache.mp.q.ring_blocks", True, "expected a number"),
         ("lmcache.mp.autostart", "on", "start the server yourself"),
     ],
 )
@@ -81,6 +89,20 @@ def test_what_cannot_be_honoured_is_refused_with_key_value_and_remedy(key: str, 
     with pytest.raises(ValueError, match=re.escape(remedy)) as refusal:
         read_settings({key: value})
     assert key in str(refusal.value)
+
+
+@pytest.mark.parametrize("on", [True, "true", 1, "on"])
+def test_queries_are_captured_if_asked_for(on: Any) -> None:
+    assert read_settings({"lmcache.mp.transfer_intermediate_tensors": on}) == Settings(transfer_queries=True)
+
+
+@pytest.mark.parametrize(("name", "field"), [("ring_depth", "ring_depth"), ("ring_blocks", "ring_blocks")])
+def test_both_spellings_of_the_ring_are_one_setting(name: str, field: str) -> None:
+    long, short = f"lmcache.mp.q.{name}", f"lmcache.q.{name}"
+    for keys in ([long], [short], [long, short]):
+        assert getattr(read_settings(dict.fromkeys(keys, 3)), field) == 3
+    with pytest.raises(ValueError, match=re.escape(f"{short}: 4, but {long}: 3; they are the same, remove one")):
+        read_settings({long: 3, short: 4})
 
 
 def test_every_key_of_the_documents_is_known() -> None:
@@ -91,5 +113,5 @@ def test_every_key_of_the_documents_is_known() -> None:
         lazy_offload_threshold lazy_offload_select_count transfer_intermediate_tensors autostart autostart.server_args
         autostart.wait_timeout
     """
-    ring = {"lmcache.q.ring_depth", "lmcache.q.ring_blocks"}
+    ring = {"lmcache.q.ring_depth", "lmcache.q.ring_blocks", "lmcache.mp.q.ring_depth"}
     assert {f"lmcache.mp.{name}" for name in documented.split()} | ring <= KEYS.keys()

@@ -1,0 +1,141 @@
+"""A real vLLM in float32 that captures queries: what `qcache` gives is what transformers computes from the same weights.
+
+Several prompts at once, each computed in several steps, so that every batch is a mixture.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lmcache_connector.q_ring import QRingBuffer
+from lmcache_connector.q_store import QueryStore
+from lmcache_sdk import LMCacheSDKContext, qcache
+from tests.connector.watched import prompt_of
+from tests.engine import InProcessEngine, connector_config, in_process_engine, tiny_model
+from tests.servers import CacheServer, running_server
+
+pytestmark = [pytest.mark.vllm, pytest.mark.process, pytest.mark.timeout(240)]
+
+CHUNK, BLOCK = 64, 32
+BUDGET = 80
+"""Tokens per step: neither chunks nor blocks."""
+TOLERANCE = 5e-5
+"""Absolute, and relative besides, between float32 computations that order their sums differently (they differ by 1e-5).
+Queries are of size 1; those of a neighbouring token differ by 1."""
+
+
+class Oracle:
+    """The same weights in transformers."""
+
+    def __init__(self) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.model = AutoModelForCausalLM.from_pretrained(tiny_model(dtype="float32"), dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def queries(self, tokens: list[int]) -> torch.Tensor:
+        """`[1, layers, tokens, heads * head_size]`, after the rotary embedding."""
+        from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+        normed: list[torch.Tensor] = []
+        norms = [layer.self_attn.q_norm for layer in self.model.model.layers]
+        hooks = [norm.register_forward_hook(lambda _, __, output: normed.append(output)) for norm in norms]
+        self.model(torch.tensor([tokens]))
+        for hook in hooks:
+            hook.remove()
+        cos, sin = self.model.model.rotary_emb(normed[0], torch.arange(len(tokens))[None])
+        turned = [apply_rotary_pos_emb(q.transpose(1, 2), q.transpose(1, 2), cos, sin)[0] for q in normed]
+        return torch.stack([q[0].transpose(0, 1).flatten(1) for q in turned])[None]
+
+
+@dataclass
+class Setup:
+    server: CacheServer
+    engine: InProcessEngine
+    context: LMCacheSDKContext
+    oracle: Oracle
+
+    @property
+    def store(self) -> QueryStore:
+        store = self.engine.worker_connector.query_store
+        assert isinstance(store, QueryStore)
+        return store
+
+    def assert_cached(self, prompt: list[int], tokens: int, salt: str = "") -> None:
+        """The first `tokens` tokens of the prompt have their queries cached, and these are the model's."""
+        found = self.context.retrieve(prompt, salt)
+        assert (found is None) == (tokens == 0)
+        if found is not None:
+            assert found.shape == (1, 4, tokens, 8 * 64)
+            expected = self.oracle.queries(prompt)[:, :, :tokens]
+            torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def setup() -> Iterator[Setup]:
+    model = tiny_model(dtype="float32")
+    options = {"max_model_len": 512, "max_num_batched_tokens": BUDGET, "max_num_seqs": 4, "block_size": BLOCK}
+    with running_server("--chunk-size", str(CHUNK), "--enable", "transfer_query") as server:
+        connector = connector_config(server.port, transfer_intermediate_tensors=True, **{"q.ring_depth": 3})
+        with (
+            in_process_engine(model, connector=connector, **options) as engine,
+            qcache.connect(server.url, server.http_url, str(model)) as context,
+        ):
+            yield Setup(server, engine, context, Oracle())
+        server.quiet()
+
+
+def test_queries_of_a_mixed_batch_are_those_of_the_model(setup: Setup) -> None:
+    assert setup.store.ring.blocks == 3 * 3
+    prompts = [prompt_of(length, length) for length in (150, 33, 97, 63, 300, 64, 193)]
+    setup.engine.complete_all(prompts, max_tokens=3)
+    for prompt in prompts:
+        setup.assert_cached(prompt, len(prompt) // CHUNK * CHUNK)
+    assert setup.store.skipped == 0
+
+
+def test_a_prompt_that_goes_on_adds_its_queries_behind_cached_ones(setup: Setup) -> None:
+    prompt = prompt_of(200, 1)
+    setup.engine.complete(prompt[:100])
+    setup.engine.reset_prefix_cache()
+    answer = setup.engine.complete(prompt)
+    assert answer.cached_tokens == 64
+    setup.assert_cached(prompt, 192)
+
+
+def test_keys_that_were_cached_without_queries_get_them_under_a_salt(setup: Setup) -> None:
+    prompt = prompt_of(100, 2)
+    ring, setup.store.ring = setup.store.ring, QRingBuffer(4, 0, BLOCK, 512, torch.float32, torch.device("cpu"))
+    setup.engine.complete(prompt)
+    setup.store.ring = ring
+    assert setup.store.skipped == 1
+    assert setup.engine.complete(prompt).cached_tokens == 96  # its own blocks
+    setup.assert_cached(prompt, 0)
+    setup.engine.complete(prompt, cache_salt="fresh")
+    setup.assert_cached(prompt, 64, "fresh")
+
+
+def test_requests_aborted_at_any_point_leave_no_block_taken(setup: Setup) -> None:
+    from vllm import SamplingParams
+
+    llm = setup.engine.llm.llm_engine
+    parameters = SamplingParams(max_tokens=4, ignore_eos=True)
+    prompts = [prompt_of(170, 300 + i) for i in range(12)]
+    for round in range(4):
+        names = [f"{round}-{i}" for i in range(3)]
+        for i, name in enumerate(names):
+            llm.add_request(name, {"prompt_token_ids": prompts[3 * round + i]}, parameters)
+        for _ in range(1 + round):
+            llm.step()
+        llm.abort_request(names)
+    while llm.has_unfinished_requests() or setup.engine.scheduler.has_requests():
+        llm.step()
+    for prompt in prompts:
+        found = setup.context.retrieve(prompt)
+        setup.assert_cached(prompt, 0 if found is None else found.shape[2])
+    setup.engine.complete(prompt_of(40, 400))
+    assert setup.store.ring.free == setup.store.ring.blocks
