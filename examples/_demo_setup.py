@@ -63,10 +63,11 @@ class Setup:
         self.running.close()
 
 
-def start(name: str) -> Setup:
+def start(name: str, *, queries: bool = False) -> Setup:
     """Start a server and an engine for a tiny model of random weights; their logs are in .cache/`name`.
 
-    Takes about half a minute. Raises ProcessFailed with a log's end if one of them does not start.
+    With `queries` the engine stores the queries of prompts too. Takes about half a minute. Raises ProcessFailed with a
+    log's end if one of them does not start.
     """
     if threading.current_thread() is threading.main_thread():
         # As Ctrl-C does: unwind, so that what was started is stopped.
@@ -77,7 +78,8 @@ def start(name: str) -> Setup:
         print(f"starting lmcache server on port {port} and vLLM; it takes about half a minute", flush=True)
         server = running.enter_context(start_server(name, port, http_port))
         log = CACHE / name / "vllm.log"
-        engine = running.enter_context(Engine(model, log, connector=connector(port), arguments=ENGINE_ARGUMENTS))
+        config = connector(port, queries=queries)
+        engine = running.enter_context(Engine(model, log, connector=config, arguments=ENGINE_ARGUMENTS))
         server.wait_until_answers(f"http://127.0.0.1:{http_port}/healthcheck", 20.0)
         engine.wait_until_ready()
         setup = Setup(model, engine, f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{http_port}", running.pop_all())
@@ -98,9 +100,11 @@ def start_server(name: str, port: int, http_port: int) -> ChildProcess:
     return ChildProcess("lmcache server", command, CACHE / name / "server.log")
 
 
-def connector(port: int) -> dict[str, object]:
+def connector(port: int, *, queries: bool = False) -> dict[str, object]:
     """vLLM's --kv-transfer-config."""
-    extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+    extra: dict[str, object] = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+    if queries:
+        extra["lmcache.mp.transfer_intermediate_tensors"] = True
     return {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 

@@ -4,10 +4,8 @@
 # SnapKV (arXiv 2404.14469) rates each token of a prompt by the attention that it gets from the last ones, and keeps the
 # best. So it needs the prompt's queries beside its KV: a context of each kind, and a stream that has both.
 #
-# **Where the queries come from.** They are for the engine's connector to capture, which it does not do yet. Until then
-# this example does its part: it registers a query cache as an engine would, computes the queries by a plain forward
-# pass of the same model, and stores them. From there on all is as it will be: `qcache.connect` finds the cache, and the
-# stream retrieves from it.
+# **Where the queries come from.** The engine computes them anyway; `"lmcache.mp.transfer_intermediate_tensors": true`
+# tells its connector to store them, in a cache of their own. That is what `start(..., queries=True)` sets.
 #
 # Run it as a file (`python examples/snapkv.py`) or as a notebook. It starts a server and an engine of its own, on the
 # CPU, with a tiny model of random weights. Such a model attends almost evenly, so the methods differ little and none
@@ -18,7 +16,7 @@
 from contextlib import ExitStack
 
 import torch
-from _demo_queries import load_model, logprobs_after, queries_of, query_cache
+from _demo_plain import load_model, logprobs_after
 from _demo_setup import start, wait_until_cached
 from tokenizers import Tokenizer
 
@@ -34,17 +32,16 @@ WINDOW = 16
 SAMPLING = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
 
 running = ExitStack()
-setup = start("snapkv")
+setup = start("snapkv", queries=True)
 running.callback(setup.stop)
 model = load_model(setup.model)
 rotary = setup.rotary
 
 # %% [markdown]
 # ## Prefill
-# The engine computes the prompt and stores its KV. Here a connector that captures queries would store these too.
+# The engine computes the prompt and stores its KV and its queries.
 
 # %%
-running.enter_context(query_cache(setup))
 kv_ctx = running.enter_context(lmc_sdk.kvcache.connect(setup.url, setup.http_url, setup.model_name))
 q_ctx = running.enter_context(lmc_sdk.qcache.connect(setup.url, setup.http_url, setup.model_name))
 tokenizer = Tokenizer.from_file(str(setup.model / "tokenizer.json"))
@@ -55,9 +52,9 @@ stream = create_request([kv_ctx, q_ctx], complete, prompt)
 stream.generate({**SAMPLING, "max_tokens": 1})
 whole = wait_until_cached(kv_ctx, prompt)
 
-q_ctx.store(queries_of(model, rotary, prompt[:whole]), prompt[:whole])
 queries = stream.retrieve(LMCacheSDKCacheKind.QUERY)
 kv = stream.retrieve(LMCacheSDKCacheKind.KV)
+assert queries.shape[2] == kv.shape[2] == whole
 print(f"keys and values {list(kv.shape)}, queries {list(queries.shape)}: two query heads look at each key head")
 
 # %% [markdown]

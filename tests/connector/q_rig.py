@@ -1,4 +1,4 @@
-"""The rig with attention modules: its forward pass also hands out queries, in a batch whose order is nobody's business."""
+"""The rig with attention modules: its forward pass hands out queries too, in a batch of any order."""
 
 import hashlib
 import random

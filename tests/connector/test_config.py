@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 SPEC = FullAttentionSpec(block_size=128, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+QUERIES = {"lmcache.mp.transfer_intermediate_tensors": True}
 NAMES = [f"model.layers.{i}.self_attn.attn" for i in (0, 10, 2, 1)]
 
 
@@ -119,6 +120,37 @@ def test_loads_before_the_forward_pass_are_refused_for_several_groups(vllm_confi
 def test_ranks_that_we_do_not_serve_are_refused_by_their_option(vllm_config: VllmConfig, option: str) -> None:
     with pytest.raises(ValueError, match=f"{option}: 2 is not supported"):
         read_config(changed(vllm_config, "parallel_config", **{option: 2}), caches((NAMES, SPEC)))
+
+
+@pytest.mark.parametrize(
+    ("ring", "blocks"),
+    [({}, 2 * 3), ({"lmcache.mp.q.ring_depth": 5}, 5 * 3), ({"lmcache.q.ring_blocks": 7}, 7)],
+)
+def test_the_ring_for_queries_has_room_for_the_largest_step_as_often_as_asked(
+    vllm_config: VllmConfig, ring: dict[str, int], blocks: int
+) -> None:
+    assert read_config(vllm_config, caches((NAMES, SPEC))).query_blocks == 0
+    step = changed(vllm_config, "scheduler_config", max_num_batched_tokens=2 * 128 + 1)
+    config = changed(step, "kv_transfer_config", kv_connector_extra_config=QUERIES | ring)
+    assert read_config(config, caches((NAMES, SPEC))).query_blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "remedy"),
+    [
+        ("model_config", {"enforce_eager": False}, "start vLLM with --enforce-eager"),
+        ("parallel_config", {"enable_dbo": True}, "start vLLM without --enable-dbo"),
+        ("kv_transfer_config", {"kv_role": "kv_consumer"}, "set kv_role to kv_both"),
+    ],
+)
+def test_an_engine_whose_queries_cannot_be_captured_is_refused_only_if_they_should_be(
+    vllm_config: VllmConfig, part: str, values: dict[str, Any], remedy: str
+) -> None:
+    config = changed(vllm_config, part, **values)
+    assert read_config(config, caches((NAMES, SPEC))).query_blocks == 0
+    asked = changed(config, "kv_transfer_config", kv_connector_extra_config=QUERIES)
+    with pytest.raises(ValueError, match=rf"lmcache\.mp\.transfer_intermediate_tensors: .*{remedy}"):
+        read_config(asked, caches((NAMES, SPEC)))
 
 
 def test_unknown_keys_end_the_start(vllm_config: VllmConfig) -> None:

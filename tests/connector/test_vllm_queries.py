@@ -1,4 +1,4 @@
-"""A real vLLM in float32 that captures queries: what `qcache` gives is what transformers computes from the same weights.
+"""A real vLLM in float32 that captures queries: what `qcache` gives is what transformers computes with the weights.
 
 Several prompts at once, each computed in several steps, so that every batch is a mixture.
 """

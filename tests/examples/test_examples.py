@@ -35,7 +35,7 @@ class SharedSetup(Setup):
 @pytest.fixture(scope="module")
 def running() -> Iterator[Setup]:
     handler = signal.getsignal(signal.SIGTERM)
-    setup = start("test_examples")
+    setup = start("test_examples", queries=True)  # for the one example that needs them
     yield setup
     setup.stop()
     signal.signal(signal.SIGTERM, handler)
@@ -47,7 +47,7 @@ def shared(running: Setup, monkeypatch: pytest.MonkeyPatch) -> Setup:
     monkeypatch.setenv("MPLBACKEND", "agg")
     running.clear()
     setup = SharedSetup(**{name: getattr(running, name) for name in ("model", "engine", "url", "http_url")})
-    monkeypatch.setattr(_demo_setup, "start", lambda name: setup)
+    monkeypatch.setattr(_demo_setup, "start", lambda name, **options: setup)
     return setup
 
 

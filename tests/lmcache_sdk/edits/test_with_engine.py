@@ -8,9 +8,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,11 +30,9 @@ from lmcache_sdk.edits import (
     token_dropping,
 )
 from lmcache_sdk.request import LMCacheRequestStream, LMCacheRequestStreamError, PostCompletion, create_request
-from lmcache_server.protocol.layout import KernelGroup, Kind
 from tests.engine import Completion, Engine, connector_config, engine_process, tiny_model
-from tests.lmcache_sdk.fake_engine import registered_engine
 from tests.qwen3 import Past, PlainQwen3
-from tests.servers import CacheServer, running_server
+from tests.servers import running_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.process, pytest.mark.timeout(420)]
 
@@ -56,7 +52,7 @@ _seeds = itertools.count(1)
 
 @dataclass
 class Setup:
-    """An engine and contexts for its cache; queries are put in by the tests, the engine captures none."""
+    """An engine that captures queries, and contexts for its caches."""
 
     engine: Engine
     kv: LMCacheSDKContext
@@ -118,30 +114,17 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     model = tiny_model(dtype="float32")
     log = tmp_path_factory.mktemp("engine") / "vllm.log"
     arguments = ["--max-model-len", "2048", "--block-size", "32", "--max-num-seqs", "16"]
+    capture = {"transfer_intermediate_tensors": True}
     with (
-        running_server("--chunk-size", str(CHUNK), "--l1-size-gb", "0.25") as server,
-        engine_process(model, log, connector=connector_config(server.port), arguments=arguments) as engine,
+        running_server("--chunk-size", str(CHUNK), "--l1-size-gb", "0.5") as server,
+        engine_process(model, log, connector=connector_config(server.port, **capture), arguments=arguments) as engine,
         kvcache.connect(server.url, server.http_url, str(model), timeout=10) as kv,
-        query_cache(server, model) as queries,
+        qcache.connect(server.url, server.http_url, str(model), timeout=10) as queries,
     ):
         complete = post_completion(engine.url, str(model))
         rotary = Rotary.from_config(json.loads((model / "config.json").read_text()))
         yield Setup(engine, kv, queries, complete, PlainQwen3(model), rotary)
     torch.set_num_threads(threads)
-
-
-@contextmanager
-def query_cache(server: CacheServer, model: Path) -> Iterator[LMCacheSDKContext]:
-    """A query cache as an engine that captures queries registers it, and a context for it."""
-    config = json.loads((model / "config.json").read_text())
-    layers = tuple(range(config["num_hidden_layers"]))
-    group = KernelGroup(layers, 1, config["num_attention_heads"], config["head_dim"], "float32")
-    name = LMCacheSDKCacheKind.QUERY.cached_name(str(model))
-    with (
-        registered_engine(server, name, group, kind=Kind.QUERY),
-        qcache.connect(server.url, server.http_url, str(model), timeout=10) as context,
-    ):
-        yield context
 
 
 class Remembering:
@@ -203,10 +186,6 @@ def test_what_a_method_keeps_of_real_kv_is_what_is_decoded_on(setup: Setup, meth
         HighestScores(scores[method], size, chunk_size=CHUNK) if method in scores else SinksAndRecent(HALF - 4)
     )
     prompt = new_prompt()
-    queries = setup.oracle.forward(prompt[:WHOLE]).raw_queries
-    turned = setup.oracle.turn(queries, torch.arange(WHOLE)).flatten(2)[None]
-    assert setup.queries.store(turned.contiguous(), prompt[:WHOLE])
-
     stream = setup.stream(setup.kv, setup.queries, prompt=prompt)
     stream.modify_kv(token_dropping(select, setup.rotary))
     stream.generate(GREEDY)
