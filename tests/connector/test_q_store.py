@@ -232,6 +232,7 @@ def test_a_request_that_was_passed_over_half_way_keeps_what_is_stored_and_adds_n
         assert rig.queries.ring.free == 2
         rig.step({other: 32, one: 24})
         assert rig.queries.skipped == 1
+        assert rig.queries.ring.free == 3
         rig.step({other: 32})
         assert_cached(pool_server, rig, prompt(64, 1), 2)
         assert_cached(pool_server, rig, prompt(64, 2), 4)
@@ -244,12 +245,12 @@ def test_a_pool_that_is_full_gives_the_blocks_back() -> None:
     # A chunk of queries takes 512 KiB of a pool of 1 MiB.
     with running_server("--l1-size-gb", "0.001") as server, query_rig(server, heads=512) as rig:
         for seed in range(2):
-            served = start(rig, f"r{seed}", prompt(60, seed))
+            served = start(rig, f"r{seed}", prompt(70, seed))
             rig.step({served: 50})
             assert rig.queries.ring.free == 64, "also what is behind the chunk that did not fit"
-            rig.step({served: 10})
+            rig.step({served: 20})
             rig.finish(served)
-            found = cached(server, rig, prompt(60, seed))
+            found = cached(server, rig, prompt(70, seed))
             assert found is not None
             assert found.shape[2] < 3 * CHUNK
         assert_drained(rig)
@@ -332,6 +333,8 @@ def test_a_server_that_dies_costs_queries_and_no_block_and_is_used_again() -> No
             rig.queries.store()
             assert time.monotonic() - started < 2.5, "one deadline of the rig's second, once"
             rig.finish(new)
+            rig.step({})
+            assert rig.queries.ring.free == rig.queries.ring.blocks, "though one request goes on"
             server.start()
             deadline = time.monotonic() + 10
             while rig.queries.link.attachment in (None, before) or rig.scheduler.link.attachment is None:
