@@ -25,6 +25,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "__init__": ("vllm_config", "role", "kv_cache_config"),
     "shutdown": (),
     "register_kv_caches": ("kv_caches",),
+    "bind_connector_metadata": ("connector_metadata",),
     "start_load_kv": ("forward_context", "kwargs"),
     "wait_for_layer_load": ("layer_name",),
     "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
@@ -67,7 +68,13 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "MEDIUM_CPU": (),
     },
-    "vllm.v1.core.sched.output": {"SchedulerOutput": ("kv_connector_block_state", "num_scheduled_tokens")},
+    "vllm.forward_context": {"ForwardContext": ("attn_metadata",), "get_forward_context": ()},
+    "vllm.model_executor.layers.attention": {"Attention": ("forward",)},
+    "vllm.v1.core.sched.output": {
+        "SchedulerOutput": (
+            "finished_req_ids", "kv_connector_block_state", "num_scheduled_tokens", "preempted_req_ids",
+        ),
+    },
     "vllm.v1.kv_cache_interface": {
         "FullAttentionSpec": ("attention_chunk_size", "non_causal"),
         "KVCacheGroupRole": ("DEFAULT",),

@@ -19,7 +19,6 @@ from tests.connector.rig import Rig, Served
 
 HEADS, HEAD_SIZE = 4, 8
 """Two query heads for each key head of the rig's model."""
-WIDTH = HEADS * HEAD_SIZE
 
 
 class Attention(torch.nn.Module):
@@ -47,30 +46,46 @@ def forward_context(metadata: Any) -> Iterator[None]:
 
 
 class QueryRig(Rig):
-    """A rig that captures queries; `queries` is its store."""
+    """A rig whose ranks capture queries; `queries` is the first rank's store."""
 
     def __init__(self, config: ConnectorConfig, *, heads: int = HEADS) -> None:
         super().__init__(config)
         self.width = heads * HEAD_SIZE
-        layout = CacheLayout((KernelGroup((0, 1), planes=1, heads=heads, head_size=HEAD_SIZE, dtype="float32"),))
-        self.modules: dict[str, torch.nn.Module] = {layer: Attention() for layer in cached_layers(config.shape)}
-        self.queries = QueryStore(config, 0, layout, self.modules, torch.device("cpu"))
+        self.layers = cached_layers(config.shape)
+        group = KernelGroup(tuple(self.layers.values()), planes=1, heads=heads, head_size=HEAD_SIZE, dtype="float32")
+        self.modules: list[dict[str, torch.nn.Module]] = [
+            {name: Attention() for name in self.layers} for _ in self.ranks
+        ]
+        self.stores = [
+            QueryStore(config, rank, CacheLayout((group,)), modules, torch.device("cpu"))
+            for rank, modules in enumerate(self.modules)
+        ]
         self.random = random.Random(0)
+
+    @property
+    def queries(self) -> QueryStore:
+        """The first rank's store."""
+        return self.stores[0]
 
     def close(self) -> None:
         super().close()
-        self.queries.close()
+        for store in self.stores:
+            store.close()
 
     def step(self, scheduled: dict[Served, int]) -> KVConnectorOutput:
+        for served in scheduled:
+            self.leave_windows(served, served.request.num_computed_tokens)
         plan = self.plan(scheduled)
-        self.queries.begin(plan)
+        for store in self.stores:
+            store.begin(plan)
         self.forward(scheduled)
         for served, count in scheduled.items():
             start = served.request.num_computed_tokens
             self.compute(served, start, start + count)
             served.request.num_computed_tokens += count
         output = self.report(plan)
-        self.queries.store()
+        for store in self.stores:
+            store.store()
         return output
 
     def preempt(self, served: Served) -> None:
@@ -81,29 +96,31 @@ class QueryRig(Rig):
 
     def forward(self, scheduled: dict[Served, int]) -> None:
         """Every scheduled token is a row, in any order, with padding behind them."""
-        size = self.sizes[0]
         batch = [
             (served, token)
             for served, count in scheduled.items()
             for token in range(served.request.num_computed_tokens, served.request.num_computed_tokens + count)
         ]
-        self.random.shuffle(batch)
-        slots = [served.blocks[token // size] * size + token % size for served, token in batch] + [-1] * 3
-        rows = [query_of(s.request.all_token_ids, token, s.request.cache_salt, self.width) for s, token in batch]
-        if not rows:
+        if not batch:
             return
-        queries = torch.stack([*rows, *torch.full((3, 2, self.width), torch.nan)], dim=1)
-        with forward_context(dict.fromkeys(self.modules, Metadata(torch.tensor(slots)))):
-            for module, layer in zip(self.modules.values(), queries, strict=True):
-                module(layer, None, None)
+        self.random.shuffle(batch)
+        metadata = {}
+        for group, size in zip(self.config.shape.groups, self.sizes, strict=True):
+            slots = [s.tables[group.table][token // size] * size + token % size for s, token in batch] + [-1] * 3
+            metadata |= dict.fromkeys(group.layers, Metadata(torch.tensor(slots)))
+        rows = [self.query_of(s.request.all_token_ids, token, s.request.cache_salt) for s, token in batch]
+        queries = torch.stack([*rows, *torch.full((3, *rows[0].shape), torch.nan)], dim=1)
+        with forward_context(metadata):
+            for modules, part in zip(self.modules, queries.split(self.width, dim=2), strict=True):
+                for module, layer in zip(modules.values(), part, strict=True):
+                    module(layer, None, None)
 
+    def query_of(self, tokens: Sequence[int], token: int, salt: str | None = None) -> torch.Tensor:
+        """`[layers, ranks * width]`: what the model asks at one token after those before it."""
+        seed = hashlib.blake2b(repr((salt or "", tuple(tokens[: token + 1]))).encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
+        return torch.randn(len(self.layers), len(self.ranks) * self.width, generator=generator)
 
-def query_of(tokens: Sequence[int], token: int, salt: str | None = None, width: int = WIDTH) -> torch.Tensor:
-    """`[layers, width]`: what the model asks at one token after those before it."""
-    seed = hashlib.blake2b(repr((salt or "", tuple(tokens[: token + 1]))).encode(), digest_size=8).digest()
-    return torch.randn(2, width, generator=torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1))
-
-
-def queries_of(tokens: Sequence[int], count: int, salt: str | None = None) -> torch.Tensor:
-    """`[1, layers, count, WIDTH]`: those of the first `count` tokens."""
-    return torch.stack([query_of(tokens, token, salt) for token in range(count)], dim=1)[None]
+    def queries_of(self, tokens: Sequence[int], count: int, salt: str | None = None) -> torch.Tensor:
+        """`[1, layers, count, ranks * width]`: those of the first `count` tokens."""
+        return torch.stack([self.query_of(tokens, token, salt) for token in range(count)], dim=1)[None]

@@ -10,7 +10,7 @@ import torch
 
 import lmcache_sdk
 from lmcache_connector.q_plan import query_job
-from tests.connector.q_rig import HEADS, QueryRig, queries_of
+from tests.connector.q_rig import HEADS, QueryRig
 from tests.connector.rig import Served, rig_config
 from tests.servers import CacheServer, running_server
 
@@ -40,17 +40,16 @@ def rig(pool_server: CacheServer) -> Iterator[QueryRig]:
     pool_server.quiet()
 
 
-def query_rig(server: CacheServer, blocks: int = 64, heads: int = HEADS, block_size: int = 16) -> QueryRig:
+def query_rig(server: CacheServer, *, blocks: int = 64, heads: int = HEADS, **shape: Any) -> QueryRig:
     """A rig for a model that no other test stores for."""
-    model = f"model {next(_models)}"
-    return QueryRig(rig_config(server.url, query_blocks=blocks, model=model, block_size=block_size), heads=heads)
+    return QueryRig(rig_config(server.url, query_blocks=blocks, model=f"model {next(_models)}", **shape), heads=heads)
 
 
 def assert_drained(rig: QueryRig) -> None:
     """Nothing of any request that is over waits in the ring once another step begins."""
     rig.step({})
-    assert rig.queries.ring.free == rig.queries.ring.blocks
-    assert rig.queries._rows == {}
+    assert [store.ring.free for store in rig.stores] == [store.ring.blocks for store in rig.stores]
+    assert [store._rows for store in rig.stores] == [{} for _ in rig.stores]
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -68,7 +67,7 @@ def assert_cached(server: CacheServer, rig: QueryRig, tokens: list[int], chunks:
     found = cached(server, rig, tokens, salt)
     assert (found is None) == (chunks == 0)
     if found is not None:
-        assert torch.equal(found, queries_of(tokens, chunks * CHUNK, salt))
+        assert torch.equal(found, rig.queries_of(tokens, chunks * CHUNK, salt))
 
 
 def start(rig: QueryRig, request_id: str, tokens: list[int], local: int = 0, **facts: Any) -> Served:
@@ -107,6 +106,31 @@ def test_a_chunk_that_several_steps_compute_is_cached_whole(
             rig.step(dict.fromkeys(batch, min(left, budget)))
             waiting = [rows.end - rows.start for rows in rig.queries._rows.values()]
             assert all(tokens < CHUNK for tokens in waiting), "only an incomplete chunk waits"
+        for tokens in prompts:
+            assert_cached(pool_server, rig, tokens, 4)
+        for served in batch:
+            rig.finish(served)
+        assert_drained(rig)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"windows": (16, 0), "block_size": (8, 32)},
+        {"windows": (24, 40)},
+        {"shards": 2},
+        {"shards": 2, "replicas": 2},
+    ],
+    ids=["hybrid", "only windows", "two ranks", "four ranks, two of them alike"],
+)
+def test_all_layers_of_several_groups_and_all_ranks_are_captured(
+    pool_server: CacheServer, shape: dict[str, Any]
+) -> None:
+    with query_rig(pool_server, **shape) as rig:
+        prompts = [prompt(70, seed) for seed in range(2)]
+        batch = [start(rig, f"r{i}", tokens) for i, tokens in enumerate(prompts)]
+        for scheduled in (25, 24, 21):
+            rig.step(dict.fromkeys(batch, scheduled))
         for tokens in prompts:
             assert_cached(pool_server, rig, tokens, 4)
         for served in batch:
