@@ -8,7 +8,8 @@ sentence that names the layer or the option: never silently, never later.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_connector.identity import model_revision
+from lmcache_connector.identity import PromptRules, prompt_rules
+from lmcache_connector.revision import model_revision
 from lmcache_connector.settings import Settings, read_settings
 from lmcache_connector.shapes import EngineShape, engine_shape
 
@@ -27,6 +28,7 @@ class ConnectorConfig:
     model_name: str
     revision: str
     shape: EngineShape
+    prompts: PromptRules
     stores: bool
     loads: bool
     fails_on_load_errors: bool
@@ -55,6 +57,7 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
         model_name=vllm_config.model_config.model,
         revision=model_revision(vllm_config),
         shape=shape,
+        prompts=prompt_rules(vllm_config),
         stores=transfer.is_kv_producer,
         loads=transfer.is_kv_consumer,
         fails_on_load_errors=transfer.kv_load_failure_policy == "fail",

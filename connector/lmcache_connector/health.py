@@ -18,7 +18,7 @@ from lmcache_sdk.attachment import Attachment, attach
 from lmcache_sdk.errors import LMCacheSDKError, ServerRefused, ServerUnavailable
 from lmcache_sdk.transport import ServerConnection
 from lmcache_server.protocol.errors import ErrorCode
-from lmcache_server.protocol.layout import Kind
+from lmcache_server.protocol.layout import Kind, fingerprint
 from lmcache_server.protocol.messages import Ping, PingReply
 
 __all__ = ["Attach", "ServerLink", "attacher"]
@@ -48,6 +48,10 @@ def attacher(config: ConnectorConfig, role: str, worker_id: int | None) -> Attac
             block_size=config.shape.groups[0].block_size,
         )
         _warn_of_short_windows(config, attachment.hello.chunk_size)
+        logger.info(
+            "%s of model %s, revision %s, layout %s, world size %d",
+            *(role, config.model_name, config.revision, fingerprint(config.shape.layout), config.shape.shards),
+        )
         return attachment
 
     return attach_half

@@ -1,121 +1,137 @@
-"""What decides the KV of a prompt beside its tokens: of the model, and of one request.
+"""What decides the KV of one request beside its tokens and the model, as marks at the places where they begin to count.
 
-Two engines may share cached chunks only if they would compute the same bits, so everything of the configuration that
-shapes KV goes into one digest, the model's `revision`. What a request brings along goes into its salt and extras; what
-cannot be named means that the request bypasses the cache, both ways.
+    salt      the request's own, for the whole prompt
+    adapter   at the first token, so that no chunk is the base model's or another adapter's
+    media     each item at its first token: its hash and place; a chunk before it is that of the text alone
+
+A chunk's hash is chained, so a mark counts for its chunk and for all that follow. vLLM's own prefix cache separates by
+the same things, and by less: whatever it tells apart is told apart here. What cannot be named (prompt embeddings,
+unknown media, adapters without files) means that the request bypasses the cache, both ways.
+
+Identifiers that a client gave its media are believed, as vLLM believes them for its own cache.
 """
 
 import hashlib
-import json
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from lmcache_connector.adapters import Adapters, adapter_rules
+from lmcache_connector.marks import Unnamed, mark
 from lmcache_server.protocol.errors import ProtocolError
-from lmcache_server.protocol.messages import check_salt
+from lmcache_server.protocol.messages import MAX_REQUEST_ID, SessionId, check_salt
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-__all__ = ["PromptIdentity", "bypass_reason", "directory_digest", "model_revision", "prompt_identity"]
+__all__ = ["PromptIdentities", "PromptIdentity", "PromptRules", "prompt_rules", "session_id"]
 
-CONFIGS = ("config.json", "params.json", "*quant*_config.json")
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-SAMPLES = 16
-SAMPLE_BYTES = 4096
+logger = logging.getLogger(f"vllm.{__name__}")
+
+DIGEST = "digest:"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRules:
+    """What the engine's configuration means for the identity of its requests."""
+
+    adapters: str = ""
+    """How adapters are applied."""
+    names_media: bool = False
+    """Whether media items have names that say what they are. If vLLM has no use for their hashes, neither for a prefix
+    cache nor for a cache of processed media, it numbers the items instead, and every start begins with 0."""
+
+
+def prompt_rules(vllm_config: "VllmConfig") -> PromptRules:
+    """The rules of an engine."""
+    media = vllm_config.model_config.multimodal_config
+    # Without a use of its own for their hashes, vLLM numbers the items instead, and every start counts from 0.
+    counts = (
+        media is not None and not media.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching
+    )
+    return PromptRules(adapter_rules(vllm_config), not counts)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptIdentity:
-    """What a prompt's KV depends on beside model and tokens; `extras` maps a chunk's index to tagged bytes."""
+    """What a prompt's KV depends on beside model and tokens."""
 
     salt: str = ""
-    extras: dict[int, bytes] = field(default_factory=dict)
+    adapter: bytes = b""
+    """The mark of the LoRA adapter, if there is one."""
+    media: tuple[tuple[int, bytes], ...] = ()
+    """The first token and the mark of each item."""
+
+    def extras(self, chunk_size: int) -> dict[int, bytes]:
+        """The marks by the chunk that they begin in, as the server takes them."""
+        extras = {0: self.adapter} if self.adapter else {}
+        for token, one in self.media:
+            extras[token // chunk_size] = extras.get(token // chunk_size, b"") + one
+        return extras
 
 
-def prompt_identity(request: "Request") -> PromptIdentity:
-    """The identity of a request that does not bypass the cache."""
-    return PromptIdentity(salt=request.cache_salt or "")
+class PromptIdentities:
+    """Identifies the requests of one engine; asked by the scheduler's thread only."""
+
+    def __init__(self, rules: PromptRules) -> None:
+        self._rules = rules
+        self._adapters = Adapters(rules.adapters)
+
+    def arrived(self, request: "Request") -> PromptIdentity | None:
+        """What identifies a new request; None, and a line in the debug log, if it bypasses the cache."""
+        try:
+            salt, media = _salt(request), self._media(request)
+            adapter = self._adapters.arrived(request.lora_request) if request.lora_request is not None else b""
+        except Unnamed as reason:
+            logger.debug("request %s bypasses the cache: %s", request.request_id, reason)
+            return None
+        return PromptIdentity(salt, adapter, media)
+
+    def still(self, request: "Request", identity: PromptIdentity) -> bool:
+        """Whether that is still what the engine computes: it is not once the files of an adapter have changed."""
+        return not identity.adapter or self._adapters.still(request.lora_request, identity.adapter)
+
+    def _media(self, request: "Request") -> tuple[tuple[int, bytes], ...]:
+        if request.mm_features and not self._rules.names_media:
+            raise Unnamed("media that vLLM only numbers, having neither a prefix cache nor a cache of processed media")
+        return tuple(sorted(_item(feature, request.num_prompt_tokens) for feature in request.mm_features))
 
 
-def bypass_reason(request: "Request") -> str:
-    """Why nothing may be stored or loaded for this request; empty if it may."""
-    if request.lora_request is not None:
-        return "a LoRA adapter"
-    if request.mm_features:
-        return "multimodal inputs"
+def _salt(request: "Request") -> str:
+    """The request's salt, once it is sure that its prompt is nothing but tokens."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
-        return "prompt embeddings"
+        raise Unnamed("prompt embeddings")
     if request.resumable:
-        return "a prompt that grows while it is served"
+        raise Unnamed("a prompt that grows while it is served")
+    salt = request.cache_salt or ""
     try:
-        check_salt(request.cache_salt or "")
-    except ProtocolError as error:
-        return f"a cache_salt that the cache cannot take ({error})"
-    return ""
+        check_salt(salt)
+        salt.encode()
+    except (ProtocolError, UnicodeEncodeError) as error:
+        raise Unnamed(f"a cache_salt that the cache cannot take ({error})") from None
+    return salt
 
 
-def model_revision(vllm_config: "VllmConfig") -> str:
-    """A digest of which weights these are and of how they are computed; the same in every process and on every host.
+def _item(feature: object, prompt_tokens: int) -> tuple[int, bytes]:
+    """One media item: where it begins and its mark."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-    Made of what the user wrote and of files, never of vLLM's configuration objects, which a worker's model may change.
+    if not isinstance(feature, MultiModalFeatureSpec):
+        raise Unnamed(f"media of a kind that is not known ({type(feature).__name__})")
+    if not isinstance(feature.identifier, str) or not feature.identifier:
+        raise Unnamed(f"{feature.modality} without a hash")
+    place = feature.mm_position
+    if place.offset < 0 or place.length < 0 or place.offset + place.length > prompt_tokens:
+        raise Unnamed(f"{feature.modality} that is not in the prompt (tokens {place.offset} + {place.length})")
+    return place.offset, mark("item", feature.modality, feature.identifier, place.offset, place.length)
+
+
+def session_id(request_id: str, attempt: int = 0) -> SessionId:
+    """The server's name of one attempt of a request; ids that are too long or no plain text go by their digest.
+
+    So do those that look like a digest: two requests never share a name.
     """
-    model = vllm_config.model_config
-    facts = {
-        "weights": _source(model.model, model.revision or ""),
-        "config": _source(model.hf_config_path, model.revision or "") if model.hf_config_path else "",
-        "code": model.code_revision,
-        "overrides": _overrides(model.hf_overrides),
-        "dtype": str(model.dtype),
-        "quantisation": model.quantization,
-        "implementation": str(model.model_impl),
-        "random": model.seed if vllm_config.load_config.load_format == "dummy" else None,
-    }
-    text = json.dumps(facts, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _source(name: str, revision: str) -> str:
-    """A commit names weights and configuration; plain files have none, so they are looked at."""
-    path = Path(name)
-    if path.is_dir():
-        return directory_digest(path)
-    return f"{name}@{revision or _digest([path])}" if path.is_file() else f"{name}@{revision}"
-
-
-def _overrides(overrides: Any) -> Any:
-    """The user's changes to the model's configuration; a function is known by its name only."""
-    if callable(overrides):
-        return f"{overrides.__module__}.{overrides.__qualname__}"
-    return json.loads(json.dumps(overrides, sort_keys=True, default=_overrides_name))
-
-
-def _overrides_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def directory_digest(directory: Path) -> str:
-    """A digest of a model's files that is cheap enough for every start; another training shows in it."""
-    return _digest(sorted({file for pattern in (*CONFIGS, *WEIGHTS) for file in directory.glob(pattern)}))
-
-
-def _digest(files: list[Path]) -> str:
-    """Of each file its name, its size and evenly spread samples (a small file's are all of it)."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        digest.update(json.dumps([file.name, file.stat().st_size]).encode())
-        for sample in _samples(file):
-            digest.update(sample)
-    return digest.hexdigest()
-
-
-def _samples(file: Path) -> Iterator[bytes]:
-    size = file.stat().st_size
-    last = max(0, size - SAMPLE_BYTES)
-    with open(file, "rb") as stream:
-        for i in range(SAMPLES):
-            stream.seek(last * i // (SAMPLES - 1), os.SEEK_SET)
-            yield stream.read(SAMPLE_BYTES)
+    if len(request_id) > MAX_REQUEST_ID or not request_id.isascii() or request_id.startswith(DIGEST):
+        request_id = DIGEST + hashlib.blake2b(request_id.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
+    return SessionId(request_id, attempt)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from lmcache_server.protocol.messages import Acquired, SessionId
+from lmcache_server.protocol.messages import Acquired
 
 __all__ = ["BlockTables", "LoadJob", "NULL_BLOCK", "QueryJob", "StepOutcome", "StepPlan", "StoreJob"]
 
@@ -44,7 +44,7 @@ class StoreJob:
     The chunks before `first` have blocks that the engine let go of, so they can only be there already.
     """
 
-    session: SessionId
+    request_id: str
     tokens: bytes
     salt: str
     extras: dict[int, bytes]
@@ -56,7 +56,7 @@ class StoreJob:
 class QueryJob:
     """Prompt tokens [first, end) of a request are computed in this step; `tokens` are all up to `end`."""
 
-    session: SessionId
+    request_id: str
     tokens: bytes
     salt: str
     extras: dict[int, bytes]

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from lmcache_connector.identity import PromptIdentity
 from lmcache_connector.metadata import QueryJob
 from lmcache_connector.tracker import PackedTokens
-from lmcache_server.protocol.messages import SessionId
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -33,10 +32,10 @@ def query_job(
     if first >= end:
         return None
     return QueryJob(
-        SessionId(request.request_id, 0),
+        request.request_id,
         packed.first(end, request.all_token_ids),
         identity.salt,
-        identity.extras,
+        identity.extras(chunk_size),
         first,
         end,
         tuple(block_ids[first // block_size : -(-end // block_size)]),

@@ -21,6 +21,7 @@ import torch
 
 from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.health import ServerLink
+from lmcache_connector.identity import session_id
 from lmcache_connector.metadata import QueryJob, StepPlan
 from lmcache_connector.q_capture import QueryCapture, attention_modules, cached_layers, query_layout
 from lmcache_connector.q_ring import QRingBuffer, places
@@ -164,27 +165,27 @@ class QueryStore:
         new = [job for job in jobs if not self._goes_on(job)]
         if not new:
             return
-        self._forget(job.session.request_id for job in new)
+        self._forget(job.request_id for job in new)
         question = Acquire(attachment.instance, tuple(_prompt(job) for job in new), lease=False)
         reply: AcquireReply = attachment.connection.request(question)
         for job, cached in zip(new, reply.results, strict=True):
             start = cached.chunks * attachment.hello.chunk_size
             if job.first <= start < job.end:
-                self._rows[job.session.request_id] = Rows(start, start)
+                self._rows[job.request_id] = Rows(start, start)
 
     def _goes_on(self, job: QueryJob) -> bool:
-        rows = self._rows.get(job.session.request_id)
+        rows = self._rows.get(job.request_id)
         return rows is not None and rows.end == job.first
 
     def _make_room(self, job: QueryJob) -> Captured | None:
         """Give a request's rows the blocks that they need up to the end of the job, or end them."""
-        rows = self._rows.get(job.session.request_id)
+        rows = self._rows.get(job.request_id)
         if rows is None:
             return None
         size = self._block_size
         blocks = self.ring.take(-(-job.end // size) - rows.start // size - len(rows.blocks))
         if blocks is None:
-            self._forget((job.session.request_id,))
+            self._forget((job.request_id,))
             self._count_skip(job)
             return None
         first, rows.end = rows.end, job.end
@@ -198,7 +199,7 @@ class QueryStore:
             level,
             "request %s: its queries are not captured, %d of the ring's %d blocks are free; raise "
             "lmcache.mp.q.ring_depth if that happens often (it is logged once)",
-            job.session.request_id, self.ring.free, self.ring.blocks,
+            job.request_id, self.ring.free, self.ring.blocks,
         )  # fmt: skip
 
     # --- after it ------------------------------------------------------------------------------------------------
@@ -211,13 +212,13 @@ class QueryStore:
         if not whole or attachment is None:
             return
         if attachment is not self.link.attachment:  # lost during the forward pass
-            self._forget(captured.job.session.request_id for captured in whole)
+            self._forget(captured.job.request_id for captured in whole)
             return
         try:
             self._publish(attachment, whole)
         except LMCacheSDKError as error:
             self.link.lost(attachment, error)
-            self._forget(captured.job.session.request_id for captured in whole)
+            self._forget(captured.job.request_id for captured in whole)
         self._end(attachment, whole)
 
     def _whole(self, step: Sequence[Captured]) -> list[Captured]:
@@ -231,8 +232,8 @@ class QueryStore:
             tokens = seen[at : at + rows.end - first]
             at += len(tokens)
             if not all(tokens):
-                logger.warning("request %s: some of its queries did not come by", job.session.request_id)
-                self._forget((job.session.request_id,))
+                logger.warning("request %s: some of its queries did not come by", job.request_id)
+                self._forget((job.request_id,))
             elif rows.end // size > rows.start // size:
                 whole.append(captured)
         return whole
@@ -254,7 +255,7 @@ class QueryStore:
             sealed = {c.reservation: len(r.sealed) for c, r in zip(commits, committed.results, strict=True)}
         for (job, rows, _), reserved in zip(whole, reply.results, strict=True):
             if reserved.full or sealed.get(reserved.reservation, 0) < len(reserved.chunks):
-                self._forget((job.session.request_id,))
+                self._forget((job.request_id,))
             else:
                 self._release(rows, rows.end // size * size)
 
@@ -270,7 +271,7 @@ class QueryStore:
     def _end(self, attachment: Attachment, whole: Sequence[Captured]) -> None:
         """These attempts are over; whatever they still reserve (nothing, unless a copy failed) is aborted with them."""
         try:
-            sessions = tuple(captured.job.session for captured in whole)
+            sessions = tuple(session_id(captured.job.request_id) for captured in whole)
             attachment.connection.submit(End(attachment.instance, sessions))
         except LMCacheSDKError as error:
             self.link.lost(attachment, error)
@@ -293,4 +294,4 @@ class QueryStore:
 
 
 def _prompt(job: QueryJob) -> Prompt:
-    return Prompt(job.session, job.tokens, job.salt, job.extras)
+    return Prompt(session_id(job.request_id), job.tokens, job.salt, job.extras)

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING
 from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.events import EventFeed
 from lmcache_connector.health import ServerLink, attacher
-from lmcache_connector.identity import PromptIdentity, bypass_reason, prompt_identity
+from lmcache_connector.identity import PromptIdentities, PromptIdentity, session_id
 from lmcache_connector.metadata import NULL_BLOCK, BlockTables, LoadJob, QueryJob, StepOutcome, StepPlan, StoreJob
+from lmcache_connector.opt_out import OptOut, read_opt_out
 from lmcache_connector.q_plan import over, query_job
 from lmcache_connector.tracker import PackedTokens, StoreTracker, external_tokens, storable_chunks
 from lmcache_sdk.attachment import Attachment
@@ -74,11 +75,11 @@ class Loading:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """What is known about one request; with `bypass` the cache is not used for it."""
+    """What is known about one request; without an `identity` the cache is not used for it."""
 
     request: "Request"
-    bypass: bool
-    identity: PromptIdentity
+    identity: PromptIdentity | None
+    opt_out: OptOut
     packed: PackedTokens = field(default_factory=PackedTokens)
     store: StoreTracker = field(default_factory=StoreTracker)
     lookup: Lookup | None = None
@@ -96,6 +97,7 @@ class SchedulerHalf:
 
     def __init__(self, config: ConnectorConfig) -> None:
         self._config = config
+        self._identities = PromptIdentities(config.prompts)
         self._requests: dict[str, RequestState] = {}
         self._loading: dict[str, Loading] = {}
         self._loads: list[LoadJob] = []
@@ -108,11 +110,8 @@ class SchedulerHalf:
 
     def add_request(self, request: "Request") -> None:
         """A request has arrived."""
-        reason = bypass_reason(request)
-        if reason:
-            logger.debug("request %s bypasses the cache: %s", request.request_id, reason)
-        identity = PromptIdentity() if reason else prompt_identity(request)
-        self._requests[request.request_id] = RequestState(request, bool(reason), identity)
+        state = RequestState(request, self._identities.arrived(request), read_opt_out(request))
+        self._requests[request.request_id] = state
 
     def matched_tokens(self, request: "Request", local: int) -> tuple[int | None, bool]:
         """How many tokens behind the `local` ones can be loaded, and whether the load is asynchronous.
@@ -170,7 +169,7 @@ class SchedulerHalf:
         state = self._requests.pop(request.request_id, None)
         if state is None or state.attachment is None:
             return
-        sessions = tuple(SessionId(request.request_id, attempt) for attempt in range(state.attempts))
+        sessions = tuple(session_id(request.request_id, attempt) for attempt in range(state.attempts))
         loading = self._loading.get(request.request_id)
         if loading is not None:
             loading.sessions = sessions
@@ -221,8 +220,18 @@ class SchedulerHalf:
 
     def _may_load(self, state: RequestState) -> bool:
         return (
-            self._config.loads and not state.bypass and not state.failed and not state.request.skip_reading_prefix_cache
+            self._config.loads
+            and state.identity is not None
+            and not state.opt_out.no_load
+            and not state.failed
+            and not state.request.skip_reading_prefix_cache
         )
+
+    def _identity(self, state: RequestState) -> PromptIdentity | None:
+        """The request's identity, which it loses for good when it does not hold any more."""
+        if state.identity is not None and not self._identities.still(state.request, state.identity):
+            state.identity = None
+        return state.identity
 
     def _use(self, state: RequestState, attachment: Attachment) -> None:
         """Forget what belongs to another attachment: a restarted server knows nothing of it."""
@@ -233,10 +242,12 @@ class SchedulerHalf:
             state.store.forget()
 
     def _ask(self, state: RequestState, attachment: Attachment) -> Lookup | None:
-        request = state.request
-        session = SessionId(request.request_id, state.attempts)
+        request, identity = state.request, self._identity(state)
+        if identity is None:
+            return None
+        session = session_id(request.request_id, state.attempts)
         tokens = state.packed.first(request.num_tokens, request.all_token_ids)
-        prompt = Prompt(session, tokens, state.identity.salt, state.identity.extras)
+        prompt = Prompt(session, tokens, identity.salt, identity.extras(attachment.hello.chunk_size))
         try:
             pending = attachment.connection.submit(Acquire(attachment.instance, (prompt,)))
         except LMCacheSDKError as error:
@@ -314,7 +325,7 @@ class SchedulerHalf:
             return
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or state.bypass:
+            if state is None or state.identity is None or state.opt_out.no_store:
                 continue
             self._use(state, attachment)
             chunk_size = attachment.hello.chunk_size
@@ -330,12 +341,12 @@ class SchedulerHalf:
                 continue
             tables = self._tables(block_state.get_block_ids(request_id) or (), chunks * chunk_size)
             first = self._first_whole_chunk(tables, chunk_size)
-            if chunks > first and state.store.ask(chunks):
+            if chunks > first and state.store.ask(chunks) and (identity := self._identity(state)) is not None:
                 yield StoreJob(
-                    SessionId(request_id, 0),
+                    request_id,
                     state.packed.first(chunks * chunk_size, request.all_token_ids),
-                    state.identity.salt,
-                    state.identity.extras,
+                    identity.salt,
+                    identity.extras(chunk_size),
                     tables,
                     first,
                 )
@@ -366,7 +377,7 @@ class SchedulerHalf:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             tables = block_state.get_block_ids(request_id)
-            if state is None or state.bypass or tables is None:
+            if state is None or state.identity is None or state.opt_out.no_store or tables is None:
                 continue
             job = query_job(
                 state.request,
@@ -377,5 +388,5 @@ class SchedulerHalf:
                 chunk_size,
                 group.block_size,
             )
-            if job is not None:
+            if job is not None and self._identity(state) is not None:
                 yield job

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.gpu_connector import ChunkCopy, Copier
 from lmcache_connector.health import ServerLink
+from lmcache_connector.identity import session_id
 from lmcache_connector.layout import chunk_pieces
 from lmcache_connector.metadata import StoreJob
 from lmcache_sdk.attachment import Attachment
@@ -43,7 +44,7 @@ class Storer:
 
         By request id, how many leading chunks are in the cache for certain.
         """
-        stored = dict.fromkeys((job.session.request_id for job in jobs), 0)
+        stored = dict.fromkeys((job.request_id for job in jobs), 0)
         attachment = self._link.attachment
         if attachment is None or not jobs:
             return stored
@@ -56,7 +57,7 @@ class Storer:
 
     def _store(self, attachment: Attachment, jobs: Sequence[StoreJob]) -> dict[str, int]:
         """Reserve, copy, commit; the leading chunks that each request has in the cache now."""
-        prompts = tuple(Prompt(job.session, job.tokens, job.salt, job.extras) for job in jobs)
+        prompts = tuple(Prompt(session_id(job.request_id), job.tokens, job.salt, job.extras) for job in jobs)
         message = Reserve(attachment.instance, prompts, tuple(job.first for job in jobs))
         reply: ReserveReply = attachment.connection.request(message)
         reserved = [(job, result) for job, result in zip(jobs, reply.results, strict=True) if result.reservation]
@@ -69,7 +70,7 @@ class Storer:
             committed: CommitReply = attachment.connection.request(commit)
             sealed = {h: set(r.sealed) for h, r in zip(handles, committed.results, strict=True)}
         return {
-            job.session.request_id: _prefix(result.resident, sealed.get(result.reservation, set()))
+            job.request_id: _prefix(result.resident, sealed.get(result.reservation, set()))
             for job, result in zip(jobs, reply.results, strict=True)
         }
 
@@ -93,7 +94,7 @@ class Storer:
         Whatever they still reserve (nothing, unless a copy failed) is aborted with them.
         """
         try:
-            attachment.connection.submit(End(attachment.instance, tuple(job.session for job in jobs)))
+            attachment.connection.submit(End(attachment.instance, tuple(session_id(job.request_id) for job in jobs)))
         except LMCacheSDKError as error:
             self._link.lost(attachment, error)
 

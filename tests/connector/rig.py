@@ -8,6 +8,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from vllm.v1.request import Request
 
 from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.gpu_connector import StagedCopier
+from lmcache_connector.identity import PromptRules
 from lmcache_connector.metadata import NULL_BLOCK, StepPlan
 from lmcache_connector.scheduler import SchedulerHalf
 from lmcache_connector.settings import Settings
@@ -60,7 +62,7 @@ def rig_config(
     facts: dict[str, Any] = {
         "settings": settings, "model_name": model, "revision": "r",
         "shape": EngineShape(groups, CacheLayout(kernel_groups), shards, replicas),
-        "stores": True, "loads": True, "fails_on_load_errors": False,
+        "stores": True, "loads": True, "fails_on_load_errors": False, "prompts": PromptRules(names_media=True),
     }  # fmt: skip
     return ConnectorConfig(**(facts | changes))
 
@@ -103,6 +105,8 @@ class Rig:
         self.free = list(range(1, BLOCKS))
         self.invalid: set[int] = set()
         self.ended: set[str] = set()
+        self.adapters: dict[int, bytes] = {}
+        """The weights that this engine has read, by the adapter's number."""
 
     def _rank(self, rank: int) -> Rank:
         made = [Paged(Shape("LBNHC", group, BLOCKS, size)) for group, size in zip(self.groups, self.sizes, strict=True)]
@@ -142,9 +146,12 @@ class Rig:
 
     # --- one request, hook by hook -----------------------------------------------------------------------------------
 
-    def arrive(self, request_id: str, tokens: Sequence[int], **facts: Any) -> Served:
+    def arrive(
+        self, request_id: str, tokens: Sequence[int], *, sampling: dict[str, Any] | None = None, **facts: Any
+    ) -> Served:
         """A new request."""
-        request = Request(request_id, list(tokens), SamplingParams(max_tokens=8), None, **facts)
+        parameters = SamplingParams(**({"max_tokens": 8} | (sampling or {})))
+        request = Request(request_id, list(tokens), parameters, None, **facts)
         self.scheduler.add_request(request)
         return Served(request)
 
@@ -272,16 +279,24 @@ class Rig:
 
     def kv_of(self, served: Served, token: int, rank: int = 0, group: int = 0) -> torch.Tensor:
         """`[2, layers, heads, head_size]`: what a rank computes for one token after those before it."""
-        salt = served.request.cache_salt or ""
+        request = served.request
+        media = [(m.modality, m.identifier, m.mm_position.offset) for m in request.mm_features]
+        adapter = self.adapters[request.lora_request.lora_int_id] if request.lora_request else b""
+        items = [item for item in media if item[2] <= token]
+        context = (request.cache_salt or "", adapter, items)
         shard = rank // self.config.shape.replicas
-        facts = (salt, served.request.all_token_ids[: token + 1], shard, group)
+        facts = (context, request.all_token_ids[: token + 1], shard, group)
         seed = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
         shape = self.groups[group]
         return torch.randn(2, 2, shape.heads, shape.head_size, generator=generator)
 
     def compute(self, served: Served, start: int, end: int) -> None:
-        """The forward pass over tokens [start, end)."""
+        """The forward pass over tokens [start, end); reads an adapter when vLLM does."""
+        if (lora := served.request.lora_request) is not None and (
+            lora.load_inplace or lora.lora_int_id not in self.adapters
+        ):
+            self.adapters[lora.lora_int_id] = (Path(lora.lora_path) / "adapter_model.safetensors").read_bytes()
         for token in range(start, end):
             for rank, group in self.places():
                 place = self.slot(served, token, rank, group)
