@@ -106,7 +106,7 @@ class Rig:
         self.invalid: set[int] = set()
         self.ended: set[str] = set()
         self.adapters: dict[int, bytes] = {}
-        """The weights that this engine has read, by the adapter's number."""
+        """A digest of the weights that this engine has read, by the adapter's number."""
 
     def _rank(self, rank: int) -> Rank:
         made = [Paged(Shape("LBNHC", group, BLOCKS, size)) for group, size in zip(self.groups, self.sizes, strict=True)]
@@ -296,7 +296,8 @@ class Rig:
         if (lora := served.request.lora_request) is not None and (
             lora.load_inplace or lora.lora_int_id not in self.adapters
         ):
-            self.adapters[lora.lora_int_id] = (Path(lora.lora_path) / "adapter_model.safetensors").read_bytes()
+            weights = (Path(lora.lora_path) / "adapter_model.safetensors").read_bytes()
+            self.adapters[lora.lora_int_id] = hashlib.blake2b(weights).digest()
         for token in range(start, end):
             for rank, group in self.places():
                 place = self.slot(served, token, rank, group)

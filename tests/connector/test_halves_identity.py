@@ -1,5 +1,5 @@
-"""Both halves against a real server: requests that differ in more than tokens share nothing, whatever changes meanwhile;
-roles and wishes of requests are kept to, as the server's own counters say.
+"""Both halves against a real server: requests that differ in more than tokens share nothing, whatever changes while
+they run; roles and wishes of requests are kept to, as the server's own counters say.
 """
 
 from collections.abc import Iterator
@@ -208,7 +208,8 @@ def test_each_child_of_a_request_for_several_answers_loads_for_itself(rig: Rig) 
     sampling = SamplingParams(n=3, temperature=1.0, max_tokens=8, seed=1, **wish(no_store=True))
     parent = ParentRequest(
         EngineCoreRequest(
-            request_id="parent-1", external_req_id="parent", prompt_token_ids=TOKENS, mm_features=None, sampling_params=sampling,
+            request_id="parent-1", external_req_id="parent", prompt_token_ids=TOKENS, mm_features=None,
+            sampling_params=sampling,
             pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
         )
     )  # fmt: skip
