@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lmcache_server.protocol.messages import MAX_REQUEST_ID
+from tests.connector.q_rig import QueryRig
 from tests.connector.rig import Rig, rig_config
 from tests.engine import tiny_model
 from tests.lora import save_adapter
@@ -225,3 +226,17 @@ def test_a_request_for_the_logprobs_of_its_prompt_stores_and_does_not_load(rig: 
         assert rig.serve(f"r{i}", TOKENS, sampling={"prompt_logprobs": 1}).external == 0
     assert grown(server, before) == {"lookups": 0, "hit_tokens": 0, "reserved_chunks": 6, "committed_chunks": 6}
     assert rig.serve("warm", TOKENS).external == 96
+
+
+def test_queries_are_kept_apart_and_kept_out_like_the_kv_of_their_request(server: CacheServer, tmp_path: Path) -> None:
+    long = "x" * (MAX_REQUEST_ID + 1)
+    with QueryRig(rig_config(server.url, query_blocks=64, model=f"model {next(_models)}")) as rig:
+        for adapter in (None, lora(tmp_path, seed=1)):
+            before = server.status()["counters"]
+            rig.serve(long, TOKENS, lora_request=adapter, sampling=wish(no_store=True))
+            assert grown(server, before) == {"lookups": 1, "hit_tokens": 0, "reserved_chunks": 0, "committed_chunks": 0}
+            before = server.status()["counters"]
+            rig.serve(long, TOKENS, lora_request=adapter)
+            kept = grown(server, before)
+            assert (kept["reserved_chunks"], kept["committed_chunks"]) == (12, 12), "six of KV, six of queries"
+    server.quiet()
