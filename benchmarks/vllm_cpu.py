@@ -9,34 +9,14 @@ random weights. TTFT: the same prompts of 8k tokens cold, again (local hit), and
 import argparse
 import os
 import statistics
-import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 from benchmarks._measure import report
 from benchmarks._server import serving
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "examples"))
-
-from _demo_engine import Engine  # noqa: E402
-from tiny_model import build_tiny_model  # noqa: E402
+from benchmarks._vllm import Engine, build_model, engine, prompt
 
 TOKENS = 8192
-
-
-def prompt(seed: int, tokens: int = TOKENS) -> list[int]:
-    """A prompt that shares no chunk with those of other seeds."""
-    return [seed % 400 + 50, seed // 400 + 50, *((seed * 7 + i * i) % 500 for i in range(tokens - 2))]
-
-
-def engine(model: Path, name: str, port: int | None) -> Engine:
-    extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
-    connector = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    log = ROOT / ".cache" / "benchmarks" / f"{name}.log"
-    arguments = ["--max-model-len", str(TOKENS + 64), "--max-num-batched-tokens", "2048"]
-    return Engine(model, log, connector=connector if port else None, arguments=arguments)
 
 
 def first_tokens(with_connector: Engine, prompts: list[list[int]], rounds: int) -> dict[str, float]:
@@ -63,7 +43,7 @@ def storing(with_connector: Engine, without: Engine, rounds: int) -> dict[str, f
         seconds = {}
         for name, one in (("with", with_connector), ("without", without)):
             begin = time.perf_counter()
-            one.complete(prompt(seed))
+            one.complete(prompt(seed, TOKENS))
             seconds[name] = time.perf_counter() - begin
         ratios.append(seconds["without"] / seconds["with"])
         rates.append(TOKENS / seconds["with"])
@@ -75,13 +55,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     with ExitStack() as running:
-        model = build_tiny_model(ROOT / ".cache" / "models" / "benchmark", layers=12, hidden=512)
+        model = build_model()
         server = running.enter_context(serving(3.0))
-        with_connector = running.enter_context(engine(model, f"with-{os.getpid()}", server.port))
-        without = running.enter_context(engine(model, f"without-{os.getpid()}", None))
+        with_connector = running.enter_context(engine(model, f"with-{os.getpid()}", server.port, TOKENS))
+        without = running.enter_context(engine(model, f"without-{os.getpid()}", None, TOKENS))
         with_connector.wait_until_ready()
         without.wait_until_ready()
-        facts = first_tokens(with_connector, [prompt(seed) for seed in range(3)], options.rounds)
+        facts = first_tokens(with_connector, [prompt(seed, TOKENS) for seed in range(3)], options.rounds)
         facts |= storing(with_connector, without, options.rounds)
     rows = [
         ["cold, ms to the first token", "", facts["cold_ms"]],

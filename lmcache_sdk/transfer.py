@@ -118,14 +118,14 @@ class SharedMemoryTransfer:
         self, offsets: Integers, chunks: int | None = None, wanted: Integers | None = None
     ) -> Sequence[torch.Tensor]:
         pool = self._open()
-        lengths = np.tile(self._part_bytes, _chunks(len(offsets), len(self._part_bytes), chunks))
+        _chunks(len(offsets), len(self._part_bytes), chunks)
+        ends = (offsets.reshape(-1, len(self._part_bytes)) + self._part_bytes).reshape(-1)
         if wanted is not None:
-            lengths = lengths * wanted
-        ends = offsets + lengths
+            ends = np.where(wanted, ends, offsets)
         if len(offsets) and (offsets.min() < 0 or ends.max() > len(pool.tensor)):
             raise LMCacheSDKError(f"slots: the server sent offsets outside of its pool of {len(pool.tensor)} bytes")
-        used = lengths > 0
-        pool.touch(offsets[used], lengths[used])
+        used = ends > offsets
+        pool.touch(offsets[used], (ends - offsets)[used])
         whole, starts, stops = pool.tensor, offsets.tolist(), ends.tolist()
         return Lazy(len(starts), lambda i: whole[starts[i] : stops[i]])
 
