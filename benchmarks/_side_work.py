@@ -15,21 +15,26 @@ LOOKUP_TOKENS = (4_096, 32_768, 131_072)
 RATE_TOKENS = 8_192
 
 
+def seconds_of(call: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
 def median_seconds(call: Callable[[], object], repeats: int) -> float:
     """Median seconds of one call; the first is not counted."""
     call()
-    seconds = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+    return statistics.median(seconds_of(call) for _ in range(repeats))
 
 
-def memcpy_rate(kv: torch.Tensor, repeats: int) -> float:
-    """GB/s of torch's own copy between two warm tensors like `kv`."""
+def share_of_memcpy(kv: torch.Tensor, move: Callable[[], float], repeats: int) -> float:
+    """The rate at which `move`, which returns its seconds, moves `kv`, over that of torch's own copy between two warm
+    tensors; both in turn, the median of the ratios. The first is not counted.
+    """
     source, target = kv.clone(), torch.empty_like(kv)
-    return kv.nbytes / 1e9 / median_seconds(lambda: target.copy_(source), repeats)
+    ratios = [seconds_of(lambda: target.copy_(source)) / move() for _ in range(repeats + 1)]
+    return statistics.median(ratios[1:])
 
 
 def resident_mb(pid: int, shared_too: bool = False) -> float:

@@ -38,6 +38,7 @@ def run(side: str, arguments: list[str]) -> dict[str, float]:
     """One run of one side."""
     environment = os.environ | {"DO_NOT_TRACK": "1", "LMCACHE_TRACK_USAGE": "false"}
     if side == "peer":
+        environment.pop("PYTHONPATH", None)  # its packages, not ours of the same names
         command = [str(PEER_PYTHON), "-P", str(ROOT / "benchmarks" / "side_peer.py"), *arguments]
     else:
         command = [sys.executable, "-m", "benchmarks.side_ours", *arguments]
@@ -45,8 +46,6 @@ def run(side: str, arguments: list[str]) -> dict[str, float]:
     if done.returncode:
         raise SystemExit(f"the {side} side failed with {done.returncode}:\n{done.stderr[-3000:]}")
     facts: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    for copy in ("store", "retrieve"):
-        facts[copy] /= facts["memcpy"]
     return facts
 
 
