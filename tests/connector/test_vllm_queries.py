@@ -1,10 +1,13 @@
 """A real vLLM in float32 that captures queries: what `qcache` gives is what transformers computes with the weights.
 
-Several prompts at once, each computed in several steps, so that every batch is a mixture.
+Several prompts at once, each computed in several steps, so that every batch is a mixture; and a hybrid model, so that
+most layers have block tables of their own. (A plain one is compared in tests/lmcache_sdk/edits/test_with_engine.py.)
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,8 @@ from lmcache_connector.q_ring import QRingBuffer
 from lmcache_connector.q_store import QueryStore
 from lmcache_sdk import LMCacheSDKContext, qcache
 from tests.connector.watched import prompt_of
-from tests.engine import InProcessEngine, connector_config, in_process_engine, tiny_model
+from tests.engine import InProcessEngine, connector_config, in_process_engine
+from tests.models import hybrid_model
 from tests.servers import CacheServer, running_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.process, pytest.mark.timeout(240)]
@@ -27,29 +31,32 @@ Queries are of size 1; those of a neighbouring token differ by 1."""
 
 
 class Oracle:
-    """The same weights in transformers."""
+    """The same weights in transformers, which turns a layer's queries as the last thing before attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Path) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.model = AutoModelForCausalLM.from_pretrained(tiny_model(dtype="float32"), dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
     @torch.no_grad()
     def queries(self, tokens: list[int]) -> torch.Tensor:
         """`[1, layers, tokens, heads * head_size]`, after the rotary embedding."""
-        from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+        from transformers.models.gemma3 import modeling_gemma3
 
-        normed: list[torch.Tensor] = []
-        norms = [layer.self_attn.q_norm for layer in self.model.model.layers]
-        hooks = [norm.register_forward_hook(lambda _, __, output: normed.append(output)) for norm in norms]
-        self.model(torch.tensor([tokens]))
-        for hook in hooks:
-            hook.remove()
-        cos, sin = self.model.model.rotary_emb(normed[0], torch.arange(len(tokens))[None])
-        turned = [apply_rotary_pos_emb(q.transpose(1, 2), q.transpose(1, 2), cos, sin)[0] for q in normed]
-        return torch.stack([q[0].transpose(0, 1).flatten(1) for q in turned])[None]
+        turned: list[torch.Tensor] = []
+        turn = modeling_gemma3.apply_rotary_pos_emb
+
+        def remember(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            queries, keys = turn(*arguments, **options)
+            turned.append(queries[0].transpose(0, 1).flatten(1))
+            return queries, keys
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(modeling_gemma3, "apply_rotary_pos_emb", remember)
+            self.model(torch.tensor([tokens]))
+        return torch.stack(turned)[None]
 
 
 @dataclass
@@ -70,14 +77,14 @@ class Setup:
         found = self.context.retrieve(prompt, salt)
         assert (found is None) == (tokens == 0)
         if found is not None:
-            assert found.shape == (1, 4, tokens, 8 * 64)
+            assert found.shape == (1, 6, tokens, 4 * 64)
             expected = self.oracle.queries(prompt)[:, :, :tokens]
             torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
 def setup() -> Iterator[Setup]:
-    model = tiny_model(dtype="float32")
+    model = hybrid_model()
     options = {"max_model_len": 512, "max_num_batched_tokens": BUDGET, "max_num_seqs": 4, "block_size": BLOCK}
     with running_server("--chunk-size", str(CHUNK), "--enable", "transfer_query") as server:
         connector = connector_config(server.port, transfer_intermediate_tensors=True, **{"q.ring_depth": 3})
@@ -85,7 +92,7 @@ def setup() -> Iterator[Setup]:
             in_process_engine(model, connector=connector, **options) as engine,
             qcache.connect(server.url, server.http_url, str(model)) as context,
         ):
-            yield Setup(server, engine, context, Oracle())
+            yield Setup(server, engine, context, Oracle(model))
         server.quiet()
 
 
@@ -109,7 +116,7 @@ def test_a_prompt_that_goes_on_adds_its_queries_behind_cached_ones(setup: Setup)
 
 def test_keys_that_were_cached_without_queries_get_them_under_a_salt(setup: Setup) -> None:
     prompt = prompt_of(100, 2)
-    ring, setup.store.ring = setup.store.ring, QRingBuffer(4, 0, BLOCK, 512, torch.float32, torch.device("cpu"))
+    ring, setup.store.ring = setup.store.ring, QRingBuffer(6, 0, BLOCK, 256, torch.float32, torch.device("cpu"))
     setup.engine.complete(prompt)
     setup.store.ring = ring
     assert setup.store.skipped == 1

@@ -47,6 +47,9 @@ GREEDY = {"max_tokens": DECODE, "temperature": 0.0, "ignore_eos": True}
 TOLERANCE = 1e-3
 """Between logprobs of float32 computations that order their sums differently; a wrong key shows as 0.1 and more."""
 
+QUERY_TOLERANCE = 1e-4
+"""The same between queries, which are of size 1."""
+
 _seeds = itertools.count(1)
 
 
@@ -187,6 +190,9 @@ def test_what_a_method_keeps_of_real_kv_is_what_is_decoded_on(setup: Setup, meth
     )
     prompt = new_prompt()
     stream = setup.stream(setup.kv, setup.queries, prompt=prompt)
+    captured = stream.retrieve(LMCacheSDKCacheKind.QUERY)
+    computed = setup.oracle.turn(setup.oracle.forward(prompt[:WHOLE]).raw_queries, torch.arange(WHOLE)).flatten(2)[None]
+    torch.testing.assert_close(captured, computed, rtol=QUERY_TOLERANCE, atol=QUERY_TOLERANCE)
     stream.modify_kv(token_dropping(select, setup.rotary))
     stream.generate(GREEDY)
     assert len(select.kept) == HALF
