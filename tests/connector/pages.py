@@ -78,6 +78,8 @@ class Paged:
 
     shape: Shape
     cuts: tuple[int, ...] = ()
+    lead: int = 0
+    """Bytes in each allocation before the pages."""
     memories: list[torch.Tensor] = field(default_factory=list)
     """The bytes of each allocation, padding and all."""
     pages: list[torch.Tensor] = field(default_factory=list)
@@ -87,11 +89,11 @@ class Paged:
         for start, end in self._spans():
             layers, blocks = end - start, shape.blocks
             layer_stride, block_stride, *_ = compute_layout_strides(spec, blocks, layers, layout)
-            size = layers * blocks * spec.page_size_bytes
+            size = self.lead + layers * blocks * spec.page_size_bytes
             memory = torch.randint(0, 256, (size,), dtype=torch.uint8)
             tensor = KVCacheTensor(
                 size=size, layers=[str(i) for i in range(start, end)], layer_stride=layer_stride,
-                block_stride=block_stride,
+                block_stride=block_stride, offset=self.lead,
             )  # fmt: skip
             kernel = shape.block_size // shape.kernel_blocks
             self.pages += create_kv_cache_views(memory.view(torch.int8), spec, blocks, layout, tensor, kernel)
@@ -110,7 +112,7 @@ class Paged:
             plane, layer, token, head, byte = np.ogrid[: group.planes, : stop - start, first:end, : group.heads, :row]
             block = np.array(block_ids, dtype=np.int64)[token // self.shape.block_size]
             token, byte = token % self.shape.block_size, plane * row + byte
-            found.append(self.shape.address(stop - start, layer, block, head, token, byte))
+            found.append(self.lead + self.shape.address(stop - start, layer, block, head, token, byte))
         return found
 
     def read(self, first: int, end: int, block_ids: list[int]) -> torch.Tensor:

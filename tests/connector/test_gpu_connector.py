@@ -5,16 +5,20 @@ and tokens beside the promised ones are all canaries.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from lmcache_connector.gpu_connector import StagedCopier, slot_planes
 from lmcache_server.protocol.layout import KernelGroup, Kind, slot_shape
+from tests.connector.kernels import NO_AMX
 from tests.connector.pages import Paged, Shape, copies, flat_tokens, new_slots
 
 LAYOUTS = [layout.name for layout in KVCacheLayout]
@@ -40,7 +44,7 @@ def check_scatter(paged: Paged, chunk_size: int, chunks: int, first: int, end: i
     group = paged.shape.group
     slots = new_slots(group, chunk_size, chunks)
     kept = [slot.clone() for slot in slots]
-    expected = Paged(paged.shape, paged.cuts)
+    expected = Paged(paged.shape, paged.cuts, paged.lead)
     expected.memories = [memory.clone() for memory in paged.memories]
     expected.write(first, end, block_ids, flat_tokens(slots, group, first, end))
     copier_of(paged).scatter(copies(slots, first, end, chunk_size, paged.shape.block_size, block_ids))
@@ -126,7 +130,8 @@ def test_any_pages_any_chunks_any_range(data: st.DataObject) -> None:
     blocks = needed + draw(st.integers(0, 3))
     ids = random.Random(draw(st.integers(0, 99))).sample(range(blocks), needed)
     cuts = tuple(sorted(draw(st.sets(st.integers(1, layers - 1), max_size=2)))) if layers > 1 else ()
-    paged = Paged(Shape(layout, group, blocks, block_size, kernel_blocks, padding), cuts)
+    lead = item * draw(st.integers(0, 20))
+    paged = Paged(Shape(layout, group, blocks, block_size, kernel_blocks, padding), cuts, lead)
     check_gather(paged, chunk_size, chunks, ids)
     first = draw(st.integers(0, chunk_size * chunks))
     check_scatter(paged, chunk_size, chunks, first, draw(st.integers(first, chunk_size * chunks)), ids)
@@ -166,3 +171,26 @@ def test_a_slot_is_seen_in_its_canonical_shape(group: KernelGroup) -> None:
     assert planes.shape == (group.planes, len(group.layers), 16, group.heads, group.head_size)
     canonical = slot.view(torch.bfloat16).view(slot_shape(group, Kind.KV, 16))
     assert torch.equal(planes.flatten(3).reshape(canonical.shape).view(torch.int16), canonical.view(torch.int16))
+
+
+def write_as_cpu_mla(latents: torch.Tensor, rope: torch.Tensor, page: torch.Tensor, places: torch.Tensor) -> None:
+    CPUMLAImpl.do_kv_cache_update(None, latents, rope[:, None], page.squeeze(1), places, "auto", torch.ones(1))
+
+
+def write_as_amx_mla(latents: torch.Tensor, rope: torch.Tensor, page: torch.Tensor, places: torch.Tensor) -> None:
+    AMXMLAImpl.do_kv_cache_update(None, latents, rope[:, None], page.squeeze(1), places, "auto", torch.ones(1))
+
+
+@pytest.mark.parametrize("write", [write_as_cpu_mla, pytest.param(write_as_amx_mla, marks=NO_AMX)])
+def test_the_latents_of_the_cpu_backends_are_plain(write: Callable[..., None]) -> None:
+    """A latent vector, then its rope part, side by side, whichever backend writes them."""
+    group = replace(MLA, head_size=576)
+    paged = Paged(Shape("LBNHC", group, blocks=5, block_size=32))
+    latents, rope = torch.randn(3, 160, 512).bfloat16(), torch.randn(3, 160, 64).bfloat16()
+    for layer, page in enumerate(paged.pages):
+        write(latents[layer], rope[layer], page, torch.arange(160))
+    slots = new_slots(group, 64, 2)
+    copier_of(paged).gather(copies(slots, 0, 128, 64, 32, [3, 0, 4, 1]))
+    places = torch.tensor([3, 0, 4, 1]).repeat_interleave(32) * 32 + torch.arange(32).repeat(4)
+    expected = torch.cat([latents, rope], dim=-1)[None, :, places].view(torch.uint8)
+    assert torch.equal(flat_tokens(slots, group, 0, 128), expected)

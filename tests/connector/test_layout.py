@@ -86,6 +86,13 @@ def test_rows_are_numbered_in_the_largest_unit_that_all_of_them_begin_at() -> No
     assert table.plane == 8
 
 
+def test_a_stride_that_nothing_is_reached_with_does_not_cut_the_rows() -> None:
+    group = KernelGroup((0,), planes=2, heads=1, head_size=64, dtype="bfloat16")
+    page = torch.zeros(3 * 16 * 128, dtype=torch.bfloat16).as_strided((3, 1, 16, 128), (16 * 128, 7, 128, 1))
+    (table,) = row_tables([page], group)
+    assert table.units.shape == (3 * 16 * 2, 16)
+
+
 def test_layers_share_a_table_as_far_as_they_share_an_allocation() -> None:
     group = KernelGroup(tuple(range(5)), planes=2, heads=1, head_size=4, dtype="float32")
     one, other = (torch.zeros(9, 2, 1, 4, 8) for _ in range(2))
