@@ -3,16 +3,18 @@
 Where K and V are in a cell is probed once, at registration (see cpu_packing). After that a block is a strided copy in
 either direction, or, for a packing that no strides describe, a selection by index. Bytes are moved as they are, so a
 quantised cache is no different. A block of which only a part is wanted is copied whole to the side: a packing may not
-let a part of it be viewed; what was in the rest of it before is what is in it after.
+let a part of it be viewed; what was in the rest of it before is what is in it after. Interleaved packings are scattered
+by vLLM's own kernel where it does not quantise: it is a quarter faster there, and half as fast as a copy elsewhere.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from lmcache_connector.cpu_packing import CpuKernel, Plane, packed_plane, probe_cell
 from lmcache_connector.gpu_connector import ChunkCopy, slot_planes
-from lmcache_connector.layout import WORDS, Piece, check_pages, cut_at, equal_steps
+from lmcache_connector.layout import WORDS, Piece, check_pages, cut_at, equal_steps, token_places
 from lmcache_server.protocol.layout import KernelGroup
 
 __all__ = ["PackedCopier"]
@@ -46,6 +48,9 @@ class PackedCopier:
             (layers, [packed_cells(cells[layers], step, table) for table in positions])
             for layers, step in equal_steps(cells)
         ]
+        interleaved = any(isinstance(plane, PairedCells) for _, run in self._runs for plane in run)
+        self._by_kernel = interleaved and not kernel.quantises
+        self._layers = [page.view(len(page), group.heads, -1, group.head_size) for page in pages]
 
     def page_lock(self, memory: torch.Tensor) -> None:
         """See Copier; nothing to do here."""
@@ -60,6 +65,9 @@ class PackedCopier:
 
     def scatter(self, copies: Iterable[ChunkCopy]) -> None:
         """See Copier."""
+        if self._by_kernel:
+            self._scatter_by_kernel(copies)
+            return
         for cells, piece, part in self._parts(copies):
             if piece.tokens == self._tokens:
                 cells.write(piece.block, part)
@@ -67,6 +75,15 @@ class PackedCopier:
                 whole = self._whole(cells, piece, part)
                 _in_block(whole, piece).copy_(part)
                 cells.write(piece.block, whole)
+
+    def _scatter_by_kernel(self, copies: Iterable[ChunkCopy]) -> None:
+        for slot, pieces in copies:
+            if pieces:
+                places = token_places(pieces, self._block_size)
+                start = pieces[0].in_chunk
+                tokens = slot_planes(slot, self._group)[:, :, start : start + len(places)]
+                for keys, values, cells in zip(*tokens, self._layers, strict=True):
+                    self.kernel.write(keys, values, cells, places)
 
     def _parts(self, copies: Iterable[ChunkCopy]) -> Iterator[tuple["Cells", Piece, torch.Tensor]]:
         """What to copy: (the cells, which of their tokens, the slot's values `[layers, tokens, heads, head_size]`)."""
@@ -122,6 +139,39 @@ class StridedCells:
             yield cells, values
 
 
+class PairedCells:
+    """One plane of some layers' blocks where tokens 2n and 2n + 1 are interleaved element by element.
+
+    An element of both is one word of twice the size, so words are copied, and taken apart or put together outside the
+    cells, where they lie in long rows: a third faster than element by element.
+    """
+
+    def __init__(self, pages: Sequence[torch.Tensor], step: int, plane: Plane) -> None:
+        cells = plane.of_pages(pages[0], len(pages), step).movedim(1 + len(plane.token), -1)
+        self._bits = 8 * cells.itemsize
+        self._words = cells.view(WIDER[cells.itemsize]).squeeze(-1)
+
+    def read(self, block: int, values: torch.Tensor) -> None:
+        """Copy a block to `values`, `[layers, block_size, heads, head_size]`."""
+        first, second = _by_twos(values)
+        words = self._words[:, block].contiguous().view(first.shape)
+        first.copy_(words)  # the lower half: a narrower integer keeps the lowest bits
+        second.copy_(words.bitwise_right_shift_(self._bits))
+
+    def write(self, block: int, values: torch.Tensor) -> None:
+        """Copy `values`, `[layers, block_size, heads, head_size]`, to a block."""
+        first, second = _by_twos(values)
+        words = second.to(self._words.dtype).bitwise_left_shift_(self._bits)
+        words |= first.to(words.dtype).bitwise_and_((1 << self._bits) - 1)
+        cells = self._words[:, block]
+        cells.copy_(words.view(cells.shape))
+
+
+def _by_twos(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tokens 0, 2, 4, ... and tokens 1, 3, 5, ... of `[layers, tokens, heads, head_size]`."""
+    return values[:, 0::2], values[:, 1::2]
+
+
 class IndexedCells:
     """One plane of some layers' blocks, element by element, for packings without strides."""
 
@@ -143,10 +193,14 @@ class IndexedCells:
         self._cells[:, block].index_copy_(-1, self._positions, flat)
 
 
-Cells = StridedCells | IndexedCells
+Cells = StridedCells | PairedCells | IndexedCells
 
 
 def packed_cells(pages: Sequence[torch.Tensor], step: int, positions: torch.Tensor) -> Cells:
     """The plane whose elements are at `positions` in the cells of `pages`, which are `step` elements apart."""
     plane = packed_plane(pages[0], positions)
-    return IndexedCells(pages, step, positions) if plane is None else StridedCells(pages, step, plane)
+    if plane is None:
+        return IndexedCells(pages, step, positions)
+    if plane.token[-1] == (2, 1) and sys.byteorder == "little":
+        return PairedCells(pages, step, plane)
+    return StridedCells(pages, step, plane)

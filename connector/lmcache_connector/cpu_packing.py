@@ -35,21 +35,32 @@ class CpuKernel(NamedTuple):
     """vLLM's option: auto (the cache has `dtype`) or one of fp8 (it has bytes)."""
 
     @property
+    def quantises(self) -> bool:
+        """Whether the cache holds something else than was computed."""
+        return self.kv_cache_dtype.startswith("fp8")
+
+    @property
     def cache_dtype(self) -> torch.dtype:
         """Of the cache."""
-        return torch.uint8 if self.kv_cache_dtype.startswith("fp8") else self.dtype
+        return torch.uint8 if self.quantises else self.dtype
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, cells: torch.Tensor, places: torch.Tensor) -> None:
+        """Put `keys` and `values`, `[tokens, heads, head_size]`, at `places`, block * block_size + place in the block.
+
+        `cells` are a layer's pages as `[blocks, heads, 2 * block_size, head_size]`.
+        """
+        from vllm._custom_ops import cpu_attn_reshape_and_cache
+
+        caches = cells.chunk(2, dim=2)
+        cpu_attn_reshape_and_cache(keys, values, *caches, places, self.isa, kv_cache_dtype=self.kv_cache_dtype)
 
     def written(self, values: torch.Tensor) -> torch.Tensor:
         """A block's cells `[heads, elements]` after `values` `[heads, 2, tokens, head_size]` were written to it."""
-        from vllm._custom_ops import cpu_attn_reshape_and_cache
-
         heads, _, block_size, head_size = values.shape
-        cache = torch.zeros(BLOCKS, heads, 2 * block_size, head_size, dtype=self.cache_dtype)
-        caches = cache.chunk(2, dim=2)
+        cells = torch.zeros(BLOCKS, heads, 2 * block_size, head_size, dtype=self.cache_dtype)
         keys, vals = (values[:, plane].transpose(0, 1).to(self.dtype).contiguous() for plane in (0, 1))
-        places = torch.arange((BLOCKS - 1) * block_size, BLOCKS * block_size)
-        cpu_attn_reshape_and_cache(keys, vals, *caches, places, self.isa, kv_cache_dtype=self.kv_cache_dtype)
-        return cache[-1].reshape(heads, -1)
+        self.write(keys, vals, cells, torch.arange((BLOCKS - 1) * block_size, BLOCKS * block_size))
+        return cells[-1].reshape(heads, -1)
 
 
 @cache

@@ -120,8 +120,10 @@ class RowTable:
     """Which of the group's layers."""
     units: torch.Tensor
     """`[units, words]`: the allocation, from the first layer's first row on or a little before."""
-    base: torch.Tensor
-    """`[layers, 1, heads, units per row]`, int64: where the first token of the first block is."""
+    firsts: torch.Tensor
+    """`[layers, 1]`, int64: the first unit of each layer."""
+    vectors: torch.Tensor
+    """`[heads * units per row]`, int64: where the units of a token's vectors are, counted from its first."""
     block_size: int
     """Tokens of a kernel block."""
     block: int
@@ -135,7 +137,7 @@ class RowTable:
         """
         blocks = places.div(self.block_size, rounding_mode="floor")
         starts = blocks * (self.block - self.block_size * self.token) + places * self.token
-        return (self.base + starts[:, None, None]).flatten()
+        return (self.firsts + (starts[:, None] + self.vectors).flatten()).flatten()
 
 
 def row_tables(pages: Sequence[torch.Tensor], group: KernelGroup) -> list[RowTable]:
@@ -160,12 +162,12 @@ def _row_table(pages: Sequence[torch.Tensor], layers: slice, group: KernelGroup)
     starts = [int(page.storage_offset()) * item for page in pages]
     unit = gcd(row, block, head, token, *(start - starts[0] for start in starts))
     origin = starts[0] % unit
-    base = torch.tensor(starts)[:, None, None, None] - origin
-    base = base + head * torch.arange(group.heads)[:, None] + unit * torch.arange(row // unit)
+    vectors = head // unit * torch.arange(group.heads)[:, None] + torch.arange(row // unit)
     return RowTable(
         layers=layers,
         units=_units(first, origin, unit),
-        base=(base // unit).to(first.device),
+        firsts=(torch.tensor(starts)[:, None] // unit).to(first.device),
+        vectors=vectors.flatten().to(first.device),
         block_size=first.shape[2],
         block=block // unit,
         token=token // unit,

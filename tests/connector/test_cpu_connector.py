@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lmcache_connector.cpu_connector import IndexedCells, PackedCopier, StridedCells, packed_cells
+from lmcache_connector.cpu_connector import IndexedCells, PackedCopier, packed_cells
 from lmcache_connector.cpu_packing import CpuKernel, probe_cell
 from lmcache_connector.layout import WORDS
 from lmcache_server.protocol.layout import KernelGroup
@@ -39,7 +39,7 @@ class Pages:
     def cached(self, tokens: torch.Tensor) -> torch.Tensor:
         """What of the known values of `tokens` can be in the cache, as bytes `[2, LAYERS, tokens, heads * row]`."""
         kv = self.kv[:, :, tokens].transpose(0, 1)
-        if self.kernel.cache_dtype != self.kernel.dtype:
+        if self.kernel.quantises:
             kv = self.quantised(kv)
         return kv.contiguous().view(torch.uint8).flatten(3)
 
@@ -67,7 +67,7 @@ def test_gathered_slots_hold_what_the_kernel_was_given(
 ) -> None:
     group = group_of(kernel, head_size, heads)
     cache = Pages(kernel, group, blocks=5, block_size=block)
-    if kernel.cache_dtype != kernel.dtype:
+    if kernel.quantises:
         cache.kv = (cache.kv * 4).round() / 4  # few values, so that each can be asked for
     cache.write(torch.arange(5 * block))
     ids = [3, 0, 4, 1][: TOKENS // block]
@@ -108,8 +108,16 @@ def test_blocks_that_the_kernel_cuts_are_still_the_blocks_of_the_engine(kernel: 
     uncut, cut = (new_slots(group, 32, 4) for _ in range(2))
     by_kernel = PackedCopier(cache.pages, group, 32, kernel)
     by_kernel.gather(copies(uncut, 0, TOKENS, 32, 32, [6, 7, 2, 3]))
-    PackedCopier(cache.pages, group, 64, kernel).gather(copies(cut, 0, TOKENS, 32, 64, [3, 1]))
+    by_engine = PackedCopier(cache.pages, group, 64, kernel)
+    by_engine.gather(copies(cut, 0, TOKENS, 32, 64, [3, 1]))
     assert all(map(torch.equal, cut, uncut))
+    before = cache.memory.clone()
+    by_kernel.scatter(copies(cut, 5, 100, 32, 32, [8, 9, 0, 1]))
+    expected = cache.memory.clone()
+    cache.memory.copy_(before)
+    by_engine.scatter(copies(cut, 5, 100, 32, 64, [4, 0]))
+    assert torch.equal(cache.memory, expected)
+    assert not torch.equal(cache.memory, before)
 
 
 @pytest.mark.parametrize("chosen", [[2, 0, 1], [0, 2], [0, 1, 3]])
@@ -135,7 +143,7 @@ def test_copies_by_strides_and_by_index_are_the_same(kernel: CpuKernel, head_siz
     step = pages[0].numel()
     for table in probe_cell(32, head_size, kernel):
         by_strides, by_index = packed_cells(pages, step, table), IndexedCells(pages, step, table)
-        assert isinstance(by_strides, StridedCells), "every packing of this vLLM is strided"
+        assert not isinstance(by_strides, IndexedCells), "every packing of this vLLM is strided"
         one, two = (torch.zeros(LAYERS, 32, 2, head_size, dtype=word) for _ in range(2))
         by_strides.read(1, one)
         by_index.read(1, two)
