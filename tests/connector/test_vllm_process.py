@@ -1,5 +1,6 @@
 """The engine as users run it: an OpenAI endpoint, engine core and worker in processes of their own, the plain name."""
 
+import re
 import time
 from pathlib import Path
 
@@ -26,6 +27,11 @@ def test_an_engine_in_several_processes_offloads_its_prompts_and_takes_them_back
             assert external.logprobs == local.logprobs
             assert external.tokens == cold.tokens
             assert engine.complete(prompt, cache_salt="another").cached_tokens == 0
+            private = prompt_of(600, seed=1)
+            for wish in (True, "yes"):
+                engine.reset_prefix_cache()
+                answer = engine.complete(private, kv_transfer_params={"no_store": wish, "no_load": wish})
+                assert answer.cached_tokens == 0
             contexts = server.status()["cache_context_meta"].values()
             assert [(c["model_name"], c["world_size"], c["block_size"]) for c in contexts] == [
                 (str(tiny_model()), 1, 128)
@@ -38,3 +44,6 @@ def test_an_engine_in_several_processes_offloads_its_prompts_and_takes_them_back
     log = (tmp_path / "vllm.log").read_text()
     assert "kv_load_failure_policy is 'fail'" in log
     assert "using the cache server" in log
+    assert "kv_transfer_params.no_store: expected true or false (a JSON boolean), got 'yes'" in log
+    names = re.findall(r"(scheduler|worker) of model (.*)", log)
+    assert sorted(half for half, _ in names) == ["scheduler", "worker"] and names[0][1] == names[1][1]
