@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import lmcache_sdk
-from lmcache_connector.q_plan import query_job
 from tests.connector.q_rig import HEADS, QueryRig
 from tests.connector.rig import Served, rig_config
 from tests.servers import CacheServer, running_server
@@ -376,27 +375,6 @@ def test_a_server_that_dies_costs_queries_and_no_block_and_is_used_again() -> No
             rig.finish(served)
             assert_drained(rig)
             server.quiet()
-
-
-# --- the plan --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("computed", "scheduled", "expected"),
-    [(0, 40, (0, 32)), (10, 10, (10, 20)), (30, 10, (30, 32)), (32, 8, None), (40, 1, None), (0, 0, None)],
-)
-def test_only_tokens_of_the_prompts_whole_chunks_are_planned(
-    computed: int, scheduled: int, expected: tuple[int, int] | None, rig: QueryRig
-) -> None:
-    served = rig.arrive("r", prompt(40))
-    served.request.num_computed_tokens = computed
-    state = rig.scheduler._requests["r"]
-    job = query_job(served.request, scheduled, state.identity, state.packed, range(100, 110), CHUNK, 8)
-    assert (None if job is None else (job.first, job.end)) == expected
-    if job is not None:
-        assert job.block_ids == tuple(range(100 + job.first // 8, 100 + -(-job.end // 8)))
-        assert len(job.tokens) == 4 * job.end
-    rig.finish(served)
 
 
 def test_without_a_ring_nothing_is_planned(pool_server: CacheServer) -> None:
