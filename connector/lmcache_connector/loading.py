@@ -20,6 +20,7 @@ from lmcache_connector.gpu_connector import ChunkCopy, Copier
 from lmcache_connector.health import ServerLink
 from lmcache_connector.layout import Piece, chunk_pieces
 from lmcache_connector.metadata import NULL_BLOCK, LoadJob
+from lmcache_connector.stats import Recorder
 from lmcache_sdk.attachment import Attachment
 from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_sdk.transfer import Share
@@ -49,11 +50,14 @@ class Finished:
 class Loader:
     """Does the loads of one worker, which holds shard `shard`."""
 
-    def __init__(self, config: ConnectorConfig, link: ServerLink, copiers: Sequence[Copier], shard: int) -> None:
+    def __init__(
+        self, config: ConnectorConfig, link: ServerLink, copiers: Sequence[Copier], shard: int, stats: Recorder
+    ) -> None:
         self._config = config
         self._shape = config.shape
         self._link = link
         self._copiers = copiers
+        self._stats = stats
         groups = len(self._shape.groups)
         self._own = range(shard * groups, (shard + 1) * groups)
         self._pool: ThreadPoolExecutor | None = None
@@ -91,8 +95,10 @@ class Loader:
 
     def _run(self, job: LoadJob, deadline: float) -> None:
         failed: set[int] = set(self._chunks(job))
+        started = time.perf_counter()
         try:
             failed = self._load(job, deadline)
+            self._count(job, failed, time.perf_counter() - started)
         except Exception:  # the boundary of the thread: an unreported load would keep its request waiting for ever
             logger.exception("request %s: a fault while loading; its tokens are computed", job.request_id)
         finally:
@@ -107,6 +113,16 @@ class Loader:
             elif failed:
                 self._finished.failed_blocks |= self._blocks(job, failed)
             self._change.notify_all()
+
+    def _count(self, job: LoadJob, failed: set[int], seconds: float) -> None:
+        """Count what arrived; a group whose window has moved on had fewer tokens to load."""
+        tokens = self._arrived(job, failed, job.first)
+        size = 0
+        for group, kernel_group in zip(self._shape.groups, self._shape.layout.groups, strict=True):
+            gone = job.tables[group.table].count(NULL_BLOCK) * group.block_size
+            size += self._arrived(job, failed, max(job.first, gone)) * slot_bytes(kernel_group, 1)
+        if tokens:
+            self._stats.loaded(tokens, size, seconds)
 
     def _load(self, job: LoadJob, deadline: float) -> set[int]:
         """Copy; the chunks that did not arrive."""
@@ -154,6 +170,12 @@ class Loader:
 
     def _chunks(self, job: LoadJob) -> range:
         return range(job.first // job.chunk_size, -(-job.end // job.chunk_size))
+
+    def _arrived(self, job: LoadJob, failed: set[int], first: int) -> int:
+        """How many of the job's tokens from `first` on are in chunks that did not fail."""
+        chunks = [chunk for chunk in self._chunks(job) if chunk not in failed]
+        ends = [(max(first, c * job.chunk_size), min(job.end, (c + 1) * job.chunk_size)) for c in chunks]
+        return sum(max(0, end - start) for start, end in ends)
 
     def _pieces(self, job: LoadJob, group: int, chunk: int) -> list[Piece]:
         """Where the chunk's promised tokens go; those outside of a sliding window have no block."""

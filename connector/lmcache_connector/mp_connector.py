@@ -159,6 +159,11 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What became of this step's stores and synchronous loads."""
         return self.worker_half.take_outcome()
 
+    def get_kv_connector_stats(self) -> CacheStats | None:
+        """What this half counted since the last call."""
+        half = self._scheduler_half or self._worker_half
+        return half.stats.take() if half is not None else None
+
     def _plan(self) -> StepPlan:
         plan = self._get_connector_metadata()
         assert isinstance(plan, StepPlan)

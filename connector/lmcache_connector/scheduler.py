@@ -30,6 +30,8 @@ from lmcache_connector.identity import PromptIdentities, PromptIdentity, session
 from lmcache_connector.metadata import NULL_BLOCK, BlockTables, LoadJob, QueryJob, StepOutcome, StepPlan, StoreJob
 from lmcache_connector.opt_out import OptOut, read_opt_out
 from lmcache_connector.q_plan import over, query_job
+from lmcache_connector.reset import ResetProgress
+from lmcache_connector.stats import Recorder
 from lmcache_connector.tracker import PackedTokens, StoreTracker, external_tokens, storable_chunks
 from lmcache_sdk.attachment import Attachment
 from lmcache_sdk.errors import LMCacheSDKError
@@ -59,6 +61,10 @@ class Lookup:
     attachment: Attachment
     session: SessionId
     pending: PendingReply
+    tokens: int
+    """How many it asked for."""
+    asked: float
+    """When, on the monotonic clock."""
     answer: Acquired | None = None
 
 
@@ -90,6 +96,8 @@ class RequestState:
     """The one that the attempts, and what is stored, belong to."""
     failed: bool = False
     """A load went wrong: this request is computed, whatever the cache has."""
+    outdated: bool = False
+    """A part of its KV is older than the last reset, so none of it is stored."""
 
 
 class SchedulerHalf:
@@ -102,6 +110,8 @@ class SchedulerHalf:
         self._loading: dict[str, Loading] = {}
         self._loads: list[LoadJob] = []
         self._patience = PATIENCE
+        self._reset = ResetProgress()
+        self.stats = Recorder()
         self.feed = EventFeed() if config.publishes_events else None
         self.link = ServerLink(config.settings, attacher(config, "scheduler", None), self._leases, self.feed)
         self.link.start()
@@ -111,6 +121,7 @@ class SchedulerHalf:
     def add_request(self, request: "Request") -> None:
         """A request has arrived."""
         state = RequestState(request, self._identities.arrived(request), read_opt_out(request))
+        self.stats.add(bypassed_requests=state.identity is None)
         self._requests[request.request_id] = state
 
     def matched_tokens(self, request: "Request", local: int) -> tuple[int | None, bool]:
@@ -120,7 +131,11 @@ class SchedulerHalf:
         """
         state = self._requests.get(request.request_id)
         attachment = self.link.attachment
-        if state is None or attachment is None or not self._may_load(state):
+        if state is None:
+            return 0, False
+        state.outdated = False  # whoever is asked about has no KV yet
+        self._clear_again()
+        if attachment is None or self._reset.settling or not self._may_load(state):
             return 0, False
         self._use(state, attachment)
         if state.lookup is None:
@@ -144,7 +159,7 @@ class SchedulerHalf:
         if lookup.answer is not None:
             state.store.found(lookup.answer.chunks)
         if external == 0 or lookup.answer is None:
-            self._give_back(lookup)
+            self._skip(state, lookup)
             return
         end = state.local + external
         tables = self._tables(blocks.get_block_ids(), end)
@@ -169,9 +184,12 @@ class SchedulerHalf:
         state = self._requests.pop(request.request_id, None)
         if state is None or state.attachment is None:
             return
+        if state.lookup is not None:
+            self._skip(state, state.lookup)
         sessions = tuple(session_id(request.request_id, attempt) for attempt in range(state.attempts))
         loading = self._loading.get(request.request_id)
         if loading is not None:
+            self.stats.add(aborted_loads=1)
             loading.sessions = sessions
         else:
             self._end(state.attachment, sessions)
@@ -183,6 +201,8 @@ class SchedulerHalf:
         self._patience = PATIENCE
         loads, self._loads = self._loads, []
         stores, idle = tuple(self._stores(output)), not output.num_scheduled_tokens
+        if stores:
+            self._reset.planned()
         if not self._config.query_blocks:
             return StepPlan(tuple(loads), stores, idle)
         return StepPlan(tuple(loads), stores, idle, tuple(self._queries(output)), over(output))
@@ -197,20 +217,46 @@ class SchedulerHalf:
         for request_id, stored in (outcome.stored if outcome is not None else {}).items():
             if (state := self._requests.get(request_id)) is not None:
                 state.store.report(stored)
+        if outcome is not None and outcome.stored:
+            self._reset.reported()
+            self._clear_again()
 
     def clear(self) -> bool:
-        """Make the server forget every cached chunk; whether it did."""
+        """Make the server forget every cached chunk; whether it did.
+
+        From then on no request is promised, and none stores, KV that is older: answers to earlier lookups are given
+        back, and a request that has computed or loaded something stores nothing until it is computed anew. Only a load
+        that was promised before is carried out.
+        """
         attachment = self.link.attachment
-        if attachment is None:
-            return False
         try:
+            if attachment is None:
+                raise LMCacheSDKError("there is no connection")
             attachment.connection.request(Clear())
         except LMCacheSDKError as error:
-            self.link.lost(attachment, error)
+            logger.warning(
+                "the cache server at %s was not reset (%s): when it is back, its chunks are used as before; reset it "
+                "again then, or run `lmcache kvcache clear` there",
+                self.link.url, error,
+            )  # fmt: skip
+            if attachment is not None:
+                self.link.lost(attachment, error)
             return False
+        self._reset.cleared()
         for state in self._requests.values():
+            if state.lookup is not None:
+                self._give_back(state.lookup)
+                state.lookup = None
             state.store.forget()
+            state.outdated = state.request.num_computed_tokens > 0
         return True
+
+    def _clear_again(self) -> None:
+        """Complete a reset: what was under way then has been stored by now."""
+        attachment = self.link.attachment
+        if self._reset.clear_again and attachment is not None:
+            self._tell(attachment, Clear())
+            self._reset.clear_again = False
 
     def close(self) -> None:
         """Leave the server; it releases what this half still holds."""
@@ -254,7 +300,7 @@ class SchedulerHalf:
             self.link.lost(attachment, error)
             return None
         state.attempts += 1
-        return Lookup(attachment, session, pending)
+        return Lookup(attachment, session, pending, request.num_tokens, time.monotonic())
 
     def _answer(self, lookup: Lookup | None) -> Acquired | None:
         """The server's answer; a miss if there will be none; None if it is not there yet."""
@@ -268,9 +314,18 @@ class SchedulerHalf:
                 self.link.lost(lookup.attachment, error)
                 lookup.answer = MISS
             else:
-                lookup.answer = reply.results[0] if reply is not None else None
+                if reply is not None:
+                    lookup.answer = self._counted(lookup, reply.results[0])
             self._patience -= time.monotonic() - started
         return lookup.answer
+
+    def _counted(self, lookup: Lookup, answer: Acquired) -> Acquired:
+        self.stats.add(
+            {"lookup_seconds": time.monotonic() - lookup.asked},
+            asked_tokens=lookup.tokens,
+            hit_tokens=answer.chunks * lookup.attachment.hello.chunk_size,
+        )
+        return answer
 
     # --- leases --------------------------------------------------------------------------------------------------
 
@@ -279,6 +334,13 @@ class SchedulerHalf:
         loading = [loading.lease for loading in list(self._loading.values())]
         waiting = [state.lookup for state in list(self._requests.values())]
         return loading + [lookup.answer.lease for lookup in waiting if lookup and lookup.answer and lookup.answer.lease]
+
+    def _skip(self, state: RequestState, lookup: Lookup) -> None:
+        """The answer is not used."""
+        if lookup.answer is not None:
+            hit = lookup.answer.chunks * lookup.attachment.hello.chunk_size
+            self.stats.add(skipped_loads=external_tokens(hit, lookup.tokens, state.local) > 0)
+        self._give_back(lookup)
 
     def _give_back(self, lookup: Lookup) -> None:
         """End the lease of an answer that is not used; one whose handle is not here yet ends with its session."""
@@ -294,7 +356,9 @@ class SchedulerHalf:
         self._release(loading.attachment, loading.lease)
         self._end(loading.attachment, loading.sessions)
         state = self._requests.get(request_id)
-        failed = request_id in output.failed_recving or bool(loading.blocks & output.invalid_block_ids)
+        missing = loading.blocks & output.invalid_block_ids
+        failed = request_id in output.failed_recving or bool(missing)
+        self.stats.add(failed_loads=failed, failed_blocks=len(missing))
         if state is not None and failed:
             state.failed = True
             state.store.forget()
@@ -307,7 +371,7 @@ class SchedulerHalf:
         if sessions:
             self._tell(attachment, End(attachment.instance, sessions))
 
-    def _tell(self, attachment: Attachment, message: Release | End) -> None:
+    def _tell(self, attachment: Attachment, message: Release | End | Clear) -> None:
         """Send something that needs no answer; to a server that is away, nothing."""
         if attachment is not self.link.attachment:
             return
@@ -325,7 +389,7 @@ class SchedulerHalf:
             return
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or state.identity is None or state.opt_out.no_store:
+            if state is None or state.identity is None or state.opt_out.no_store or state.outdated:
                 continue
             self._use(state, attachment)
             chunk_size = attachment.hello.chunk_size
@@ -377,7 +441,7 @@ class SchedulerHalf:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             tables = block_state.get_block_ids(request_id)
-            if state is None or state.identity is None or state.opt_out.no_store or tables is None:
+            if state is None or tables is None or state.identity is None or state.opt_out.no_store or state.outdated:
                 continue
             job = query_job(
                 state.request,

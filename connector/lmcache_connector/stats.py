@@ -73,7 +73,9 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
 class Recorder:
     """Counts, from any thread, until the numbers are taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first: bool = True) -> None:
+        """`first` says whether this is the rank that speaks for all of them."""
+        self._first = first
         self._lock = threading.Lock()
         self._stats = CacheStats()
 
@@ -85,6 +87,20 @@ class Recorder:
             for key, count in counts.items():
                 if count:
                     self._stats.data[key] = self._stats.data.get(key, 0) + count
+
+    def loaded(self, tokens: int, size: int, seconds: float) -> None:
+        """One request's load brought `tokens` tokens, `size` bytes of them to this rank."""
+        if self._first:
+            self.add({"load_seconds": seconds}, loaded_tokens=tokens, loaded_bytes=size)
+        else:
+            self.add(loaded_bytes=size)
+
+    def stored(self, tokens: int, size: int, seconds: float) -> None:
+        """One step's stores published `tokens` tokens, `size` bytes of them by this rank."""
+        if self._first:
+            self.add({"store_seconds": seconds}, stored_tokens=tokens, stored_bytes=size)
+        else:
+            self.add(stored_bytes=size)
 
     def take(self) -> CacheStats | None:
         """What was counted since the last call; None if nothing was."""

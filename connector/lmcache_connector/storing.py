@@ -5,6 +5,7 @@ missing; a store that fails is a later miss, nothing else.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 
 from lmcache_connector.config import ConnectorConfig
@@ -13,6 +14,7 @@ from lmcache_connector.health import ServerLink
 from lmcache_connector.identity import session_id
 from lmcache_connector.layout import chunk_pieces
 from lmcache_connector.metadata import StoreJob
+from lmcache_connector.stats import Recorder
 from lmcache_sdk.attachment import Attachment
 from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_server.protocol.messages import (
@@ -34,10 +36,11 @@ logger = logging.getLogger(f"vllm.{__name__}")
 class Storer:
     """Does the stores of one worker; called from its thread only."""
 
-    def __init__(self, config: ConnectorConfig, link: ServerLink, copiers: Sequence[Copier]) -> None:
+    def __init__(self, config: ConnectorConfig, link: ServerLink, copiers: Sequence[Copier], stats: Recorder) -> None:
         self._shape = config.shape
         self._link = link
         self._copiers = copiers
+        self._stats = stats
 
     def store(self, jobs: Sequence[StoreJob]) -> dict[str, int]:
         """Copy what the server is missing of `jobs`, and publish it.
@@ -57,24 +60,27 @@ class Storer:
 
     def _store(self, attachment: Attachment, jobs: Sequence[StoreJob]) -> dict[str, int]:
         """Reserve, copy, commit; the leading chunks that each request has in the cache now."""
+        started = time.perf_counter()
         prompts = tuple(Prompt(session_id(job.request_id), job.tokens, job.salt, job.extras) for job in jobs)
         message = Reserve(attachment.instance, prompts, tuple(job.first for job in jobs))
         reply: ReserveReply = attachment.connection.request(message)
         reserved = [(job, result) for job, result in zip(jobs, reply.results, strict=True) if result.reservation]
         sealed: dict[int, set[int]] = {}
         if reserved:
-            for job, result in reserved:
-                self._fill(attachment, job, result)
+            size = sum(self._fill(attachment, job, result) for job, result in reserved)
             handles = tuple(result.reservation for _, result in reserved)
             commit = Commit(attachment.instance, tuple(CommittedChunks(handle) for handle in handles))
             committed: CommitReply = attachment.connection.request(commit)
             sealed = {h: set(r.sealed) for h, r in zip(handles, committed.results, strict=True)}
+            if tokens := sum(map(len, sealed.values())) * attachment.hello.chunk_size:
+                self._stats.stored(tokens, size, time.perf_counter() - started)
         return {
             job.request_id: _prefix(result.resident, sealed.get(result.reservation, set()))
             for job, result in zip(jobs, reply.results, strict=True)
         }
 
-    def _fill(self, attachment: Attachment, job: StoreJob, reserved: Reserved) -> None:
+    def _fill(self, attachment: Attachment, job: StoreJob, reserved: Reserved) -> int:
+        """Copy into the reserved slots; the bytes copied."""
         size = attachment.hello.chunk_size
         slots = attachment.transfer.writable(reserved)
         groups = len(self._shape.groups)
@@ -87,6 +93,7 @@ class Storer:
                 if len(slot)  # a part that is there already has no slot to fill
             )
         attachment.transfer.flush(reserved, slots)
+        return sum(len(slot) for slot in slots)
 
     def _end(self, attachment: Attachment, jobs: Sequence[StoreJob]) -> None:
         """These attempts are over, now: an idle engine takes no further step.

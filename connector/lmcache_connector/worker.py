@@ -15,6 +15,7 @@ from lmcache_connector.gpu_connector import Copier
 from lmcache_connector.health import ServerLink, attacher
 from lmcache_connector.loading import Finished, Loader
 from lmcache_connector.metadata import StepOutcome, StepPlan
+from lmcache_connector.stats import Recorder
 from lmcache_connector.storing import Storer
 from lmcache_sdk.attachment import Attachment
 from lmcache_sdk.transport import ServerConnection
@@ -33,12 +34,13 @@ class WorkerHalf:
         self._copiers = copiers
         shard, replica = divmod(rank, config.shape.replicas)
         self._stores = replica == 0
+        self.stats = Recorder(first=rank == 0)
         self._plan = StepPlan()
         self._stored: dict[str, int] = {}
         self._register = attacher(config, "worker", shard)
         self.link = ServerLink(config.settings, self._attach)
-        self.loader = Loader(config, self.link, copiers, shard)
-        self.storer = Storer(config, self.link, copiers)
+        self.loader = Loader(config, self.link, copiers, shard, self.stats)
+        self.storer = Storer(config, self.link, copiers, self.stats)
         self.link.start()
 
     def _attach(self, connection: ServerConnection) -> Attachment:

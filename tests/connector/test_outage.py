@@ -158,18 +158,6 @@ def test_a_running_request_fills_a_restarted_server_from_its_first_chunk_on(
     assert rig.serve("warm", prompt(70)).external == 64
 
 
-def test_clearing_the_cache_is_the_servers_and_is_noticed_by_running_requests(rig: Rig, server: CacheServer) -> None:
-    served = rig.arrive("r", prompt(70))
-    rig.allocate(served, rig.matched(served))
-    rig.step({served: 40})
-    assert rig.scheduler.clear()
-    rig.step({served: 30})
-    rig.finish(served)
-    assert rig.serve("warm", prompt(70)).external == 64
-    server.kill()
-    assert not rig.scheduler.clear()
-
-
 def test_an_engine_that_dies_leaves_no_lease(server: CacheServer) -> None:
     rig = Rig(rig_config(server.url))
     rig.serve("cold", prompt(64))

@@ -1,8 +1,10 @@
 """Statistics add up over ranks, halves and steps; the log line and Prometheus show what was counted."""
 
+import dataclasses
 import random
 import threading
 from collections import Counter as Tally
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -16,6 +18,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from lmcache_connector.metrics import METRICS, PREFIX
 from lmcache_connector.plugin import register
 from lmcache_connector.stats import CacheProm, CacheStats, Recorder
+from lmcache_server.protocol.layout import slot_bytes
+from tests.connector.rig import Rig, rig_config
+from tests.servers import CacheServer, running_server
 
 TRANSFER = KVTransferConfig(kv_connector="LMCacheMPConnector", kv_role="kv_both")
 
@@ -110,9 +115,7 @@ def test_statistics_travel_as_plain_values() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(payload)) == payload
 
 
-def test_the_log_line_says_tokens_speed_hit_rate_and_latency_once_per_interval(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_log_line_says_tokens_speed_hit_rate_and_latency_once_per_interval() -> None:
     register()
     logging = KVConnectorLogging(TRANSFER)
     steps = [
@@ -157,3 +160,90 @@ def test_prometheus_shows_every_metric_with_the_engines_label() -> None:
 
 class _Config:
     kv_transfer_config = TRANSFER
+
+
+# --- what both halves count ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[CacheServer]:
+    with running_server() as running:
+        yield running
+
+
+def counts(stats: CacheStats | None) -> dict[str, Any]:
+    """The counts, and how many durations."""
+    data = stats.data if stats is not None else {}
+    return {key: len(value) if isinstance(value, list) else value for key, value in data.items()}
+
+
+@pytest.mark.process
+def test_two_ranks_count_what_they_store_and_load_once_and_their_bytes_each(server: CacheServer) -> None:
+    with Rig(rig_config(server.url, model="two ranks", shards=2)) as rig:
+        token = sum(slot_bytes(group, 1) for group in rig.groups)
+        rig.serve("cold", range(70))
+        stored = [counts(rank.half.stats.take()) for rank in rig.ranks]
+        assert stored == [
+            {"store_seconds": 1, "stored_tokens": 64, "stored_bytes": 64 * token},
+            {"stored_bytes": 64 * token},
+        ]
+        rig.serve("warm", range(64))
+        loaded = [counts(rank.half.stats.take()) for rank in rig.ranks]
+        assert loaded == [
+            {"load_seconds": 1, "loaded_tokens": 63, "loaded_bytes": 63 * token},
+            {"loaded_bytes": 63 * token},
+        ]
+        assert counts(rig.scheduler.stats.take()) == {"lookup_seconds": 2, "asked_tokens": 134, "hit_tokens": 64}
+
+
+@pytest.mark.process
+def test_a_rank_that_holds_the_same_as_the_first_counts_what_it_loads_and_stores_nothing(server: CacheServer) -> None:
+    with Rig(rig_config(server.url, model="replicas", replicas=2)) as rig:
+        token = sum(slot_bytes(group, 1) for group in rig.groups)
+        rig.serve("cold", range(64))
+        rig.serve("warm", range(64))
+        assert counts(rig.ranks[1].half.stats.take()) == {"loaded_bytes": 63 * token}
+
+
+@pytest.mark.process
+def test_a_window_that_has_moved_on_loads_fewer_bytes(server: CacheServer) -> None:
+    with Rig(rig_config(server.url, model="window", windows=(0, 32))) as rig:
+        token = slot_bytes(rig.groups[0], 1)
+        rig.serve("cold", range(160))
+        rig.worker.stats.take()
+        served = rig.serve("warm", range(160))
+        assert served.external == 159
+        gone = (159 - 32 + 1) // 16 * 16
+        assert counts(rig.worker.stats.take())["loaded_bytes"] == (159 + 159 - gone) * token
+
+
+@pytest.mark.process
+def test_hits_that_are_not_loaded_loads_that_are_aborted_or_fail_and_bypasses_are_counted(server: CacheServer) -> None:
+    with Rig(rig_config(server.url, model="accidents", block_size=8)) as rig:
+        rig.serve("cold", range(64))
+        rig.scheduler.stats.take()
+
+        no_room = rig.arrive("no room", range(64))
+        rig.matched(no_room)
+        rig.allocate(no_room, 0)
+        gave_up = rig.arrive("gave up", range(64))
+        rig.matched(gave_up)
+        for served in (no_room, gave_up):
+            rig.finish(served)
+        assert counts(rig.scheduler.stats.take()) == {
+            "lookup_seconds": 2, "asked_tokens": 128, "hit_tokens": 128, "skipped_loads": 2,
+        }  # fmt: skip
+
+        aborted = rig.arrive("aborted", range(64))
+        rig.allocate(aborted, rig.matched(aborted))
+        plan = rig.plan({})
+        rig.scheduler.finished(aborted.request)
+        (job,) = plan.loads
+        rig.report(dataclasses.replace(plan, loads=(dataclasses.replace(job, incarnation=job.incarnation + 1),)))
+        assert counts(rig.scheduler.stats.take()) == {
+            "lookup_seconds": 1, "asked_tokens": 64, "hit_tokens": 64, "aborted_loads": 1, "failed_loads": 1,
+            "failed_blocks": 8,
+        }  # fmt: skip
+
+        rig.scheduler.finished(rig.arrive("bypass", range(64), cache_salt="a/b").request)
+        assert counts(rig.scheduler.stats.take()) == {"bypassed_requests": 1}

@@ -1,27 +1,54 @@
-"""A real engine through accidents: shared blocks, lost chunks, a killed server, many stores per prompt."""
+"""A real engine through accidents: shared blocks, lost chunks, a killed server, many stores per prompt. And what its
+metrics, its log and its events say about that.
+"""
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
+import zmq
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVEventBatch
 
 from lmcache_connector.metadata import StepPlan
+from lmcache_connector.metrics import PREFIX
+from lmcache_server.protocol.keys import ChunkHasher
+from lmcache_server.protocol.layout import slot_bytes
 from tests.connector.watched import Watched, prompt_of, watched_engine, without_lease_on_chunk
 from tests.engine import Completion
 
 pytestmark = [pytest.mark.vllm, pytest.mark.process, pytest.mark.timeout(240)]
 
 CHUNK, BLOCK = 96, 32
+HITS_BY_SOURCE = "vllm:prompt_tokens_cached_by_source"
 _seeds = count(1000)
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Watched]:
+def events() -> Iterator["zmq.Socket[bytes]"]:
+    """What the engine publishes; its end connects to this one."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.bind("tcp://127.0.0.1:*")
+        socket.subscribe(b"")
+        yield socket
+
+
+@pytest.fixture(scope="module")
+def engine(events: "zmq.Socket[bytes]") -> Iterator[Watched]:
+    published = KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint=events.get_string(zmq.LAST_ENDPOINT)
+    )
     # float32, so that tokens never depend on the order of additions.
-    with watched_engine(CHUNK, BLOCK, dtype="float32", max_num_batched_tokens=512, max_num_seqs=8) as running:
+    with watched_engine(
+        CHUNK, BLOCK, dtype="float32", max_num_batched_tokens=512, max_num_seqs=8, disable_log_stats=False,
+        kv_events_config=published,
+    ) as running:  # fmt: skip
         yield running
 
 
@@ -235,3 +262,108 @@ def test_a_known_absence_of_the_server_costs_a_request_nothing(watched: Watched,
         while watched.worker_half.link.attachment is None or watched.scheduler_half.link.attachment is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+# --- what the engine says about it ------------------------------------------------------------------------------------
+
+
+def counters(watched: Watched) -> dict[str, float]:
+    """Our metrics and the external hits by source, as an operator sees them; a histogram counts its observations."""
+    values: dict[str, float] = {}
+    for metric in watched.engine.llm.get_metrics():
+        if metric.name.startswith((PREFIX, HITS_BY_SOURCE)):
+            name = metric.name.removeprefix(PREFIX) + metric.labels.get("source", "")
+            values[name] = getattr(metric, "count", getattr(metric, "value", None))
+    return values
+
+
+def test_the_metrics_of_a_workload_are_exactly_what_was_done(watched: Watched, prompt: list[int]) -> None:
+    token_bytes = sum(slot_bytes(group, 1) for group in watched.worker_half.loader._shape.layout.groups)
+    before = counters(watched)
+    watched.complete(prompt)
+    watched.external(prompt)
+    watched.complete(prompt[:20])  # shorter than a chunk: nothing to look up
+    watched.external(prompt)
+    watched.complete(prompt)  # all of it is the engine's own hit
+    after = counters(watched)
+    asked, hit = 3 * len(prompt), 2 * 4 * CHUNK
+    assert {name: after[name] - before[name] for name in after if after[name] != before[name]} == {
+        "lookup_duration_seconds": 3, "load_duration_seconds": 2, "store_duration_seconds": 1,
+        "asked_tokens": asked, "hit_tokens": hit, "loaded_tokens": hit, "loaded_bytes": hit * token_bytes,
+        "stored_tokens": 4 * CHUNK, "stored_bytes": 4 * CHUNK * token_bytes, f"{HITS_BY_SOURCE}host": hit,
+        f"{HITS_BY_SOURCE}device": 4 * CHUNK,
+    }  # fmt: skip
+
+
+def test_what_was_lost_on_the_way_is_counted(watched: Watched, prompt: list[int]) -> None:
+    watched.complete(prompt)
+    before = counters(watched)
+    watched.before_load = lambda plan: without_lease_on_chunk(plan, 1)
+    watched.external(prompt)
+    after = counters(watched)
+    assert after["failed_loads"] - before["failed_loads"] == 1
+    assert after["failed_blocks"] - before["failed_blocks"] == CHUNK // BLOCK
+    assert after["loaded_tokens"] - before["loaded_tokens"] == 3 * CHUNK
+
+
+def test_the_log_has_one_line_per_interval_and_none_per_request(watched: Watched, prompt: list[int]) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = records.append  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("vllm", "lmcache_sdk")]
+    watched.engine.llm.llm_engine.do_log_stats()
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        watched.complete(prompt)
+        watched.external(prompt)
+        ours = [record for record in records if "lmcache" in record.name]
+        watched.engine.llm.llm_engine.do_log_stats()
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert ours == []
+    (line,) = [record.getMessage() for record in records if "KV Transfer metrics" in record.getMessage()]
+    for words in ("loads=1, loaded tokens=384, load GB/s=", "stored tokens=384, store GB/s=", "hit rate (%)=49.4"):
+        assert words in line
+
+
+def test_a_listener_to_kv_events_knows_what_the_cache_holds_until_it_is_reset(
+    watched: Watched, prompt: list[int], events: "zmq.Socket[bytes]"
+) -> None:
+    chunks = ChunkHasher(CHUNK).hashes(np.array(prompt, dtype="<u4").tobytes())
+    watched.complete(prompt)
+    resident, numbers = listen(watched, events, lambda known: set(chunks) <= known.keys())
+    assert [resident[chunk].parent_block_hash for chunk in chunks] == [None, *chunks[:-1]]
+    assert resident[chunks[1]].token_ids == prompt[CHUNK : 2 * CHUNK]
+    assert resident[chunks[1]].block_size == CHUNK
+    assert watched.server.status()["storage_manager"]["l1_manager"]["total_object_count"] == len(chunks)
+
+    assert watched.engine.llm.reset_prefix_cache(reset_connector=True)
+    assert watched.server.status()["storage_manager"]["l1_manager"]["total_object_count"] == 0
+    _, later = listen(watched, events, lambda known: not set(chunks) & known.keys(), resident)
+    assert numbers + later == list(range(numbers[0], numbers[0] + len(numbers + later)))
+
+
+def listen(
+    watched: Watched,
+    events: "zmq.Socket[bytes]",
+    enough: Callable[[dict[bytes, BlockStored]], bool],
+    known: dict[bytes, BlockStored] | None = None,
+) -> tuple[dict[bytes, BlockStored], list[int]]:
+    """What blocks in host memory a listener knows of once it is `enough`, and the numbers of the batches."""
+    known, numbers = known if known is not None else {}, []
+    deadline = time.monotonic() + 10
+    while not enough(known):
+        assert time.monotonic() < deadline
+        watched.complete(prompt_of(8, seed=next(_seeds)))  # an engine publishes when it steps
+        while events.poll(50):
+            _, number, batch = events.recv_multipart()
+            numbers.append(int.from_bytes(number, "big"))
+            for event in msgspec.msgpack.Decoder(KVEventBatch).decode(batch).events:
+                if isinstance(event, BlockStored) and event.medium == MEDIUM_CPU:
+                    known[event.block_hashes[0]] = event  # type: ignore[index]
+                elif isinstance(event, BlockRemoved) and event.medium == MEDIUM_CPU:
+                    for name in event.block_hashes:
+                        known.pop(name, None)  # type: ignore[call-overload]
+    return known, numbers
