@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lmcache_connector import metrics
+from lmcache_connector.versions import TESTED
 from lmcache_sdk.attachment import attach
 from lmcache_sdk.transport import ServerConnection
 from lmcache_server.cli.server import add_parser
@@ -29,6 +31,7 @@ from tests.servers import CacheServer, running_server
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SERVER_PAGE = ROOT / "docs" / "server.md"
+VLLM_PAGE = ROOT / "docs" / "vllm.md"
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -56,6 +59,18 @@ def metrics_table() -> str:
     return "\n".join(rows + [f"| `{name}` | {kind} | {text} |" for name, kind, text, _ in METRICS])
 
 
+def connector_metrics_table() -> str:
+    """One row per metric that vLLM shows of the connector."""
+    rows = ["| metric | type | what it counts |", "|---|---|---|"]
+    described = [f"| `{metrics.PREFIX}{name}` | {kind} | {text} |" for name, kind, text, _ in metrics.METRICS]
+    return "\n".join(rows + described)
+
+
+def versions_table() -> str:
+    """One row per tested version of vLLM."""
+    return "\n".join(["| vLLM | tested |", "|---|---|", *(f"| {v} | the whole test suite |" for v in TESTED)])
+
+
 def states_table() -> str:
     """One row per legal transition of a MemoryObj."""
     rows = ["| state | event | next state |", "|---|---|---|"]
@@ -65,6 +80,8 @@ def states_table() -> str:
 TABLES = {
     "| flag |": (SERVER_PAGE, settings_table),
     "| name |": (SERVER_PAGE, metrics_table),
+    "| metric |": (VLLM_PAGE, connector_metrics_table),
+    "| vLLM |": (VLLM_PAGE, versions_table),
     "| state |": (ROOT / "docs" / "architecture.md", states_table),
 }
 """How a table begins -> its page, and what it should be."""

@@ -35,7 +35,7 @@ METRICS = (
     Metric("stored_bytes_total", "counter", "Bytes stored, of all ranks", "stored_bytes"),
     Metric("failed_loads_total", "counter", "Loads of which a part did not arrive and was computed", "failed_loads"),
     Metric("failed_blocks_total", "counter", "Blocks that were to be loaded and were not", "failed_blocks"),
-    Metric("skipped_loads_total", "counter", "Hits that were not loaded, or not asked for any more", "skipped_loads"),
+    Metric("skipped_loads_total", "counter", "Hits of which nothing was loaded", "skipped_loads"),
     Metric("aborted_loads_total", "counter", "Loads whose request ended before they did", "aborted_loads"),
     Metric("bypassed_requests_total", "counter", "Requests that the cache cannot be used for", "bypassed_requests"),
 )
