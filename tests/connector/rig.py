@@ -4,6 +4,7 @@ The engine's pages are CPU tensors; its "forward pass" writes values that follow
 wrong KV anywhere is a compare. Requests, blocks and scheduler outputs are vLLM's own classes.
 """
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from vllm.v1.request import Request
 from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.gpu_connector import StagedCopier
 from lmcache_connector.identity import PromptRules
-from lmcache_connector.metadata import NULL_BLOCK, StepPlan
+from lmcache_connector.metadata import NULL_BLOCK, LoadJob, StepPlan
 from lmcache_connector.scheduler import SchedulerHalf
 from lmcache_connector.settings import Settings
 from lmcache_connector.shapes import EngineGroup, EngineShape
@@ -104,6 +105,8 @@ class Rig:
         self.step_tokens = step_tokens
         self.free = list(range(1, BLOCKS))
         self.invalid: set[int] = set()
+        self.early: list[LoadJob] = []
+        """What was planned to be loaded while another request waited for its answer."""
         self.ended: set[str] = set()
         self.adapters: dict[int, bytes] = {}
         """A digest of the weights that this engine has read, by the adapter's number."""
@@ -164,7 +167,7 @@ class Rig:
                 assert asynchronous == (tokens > 0 and self.config.settings.load_async)
                 return tokens
             assert time.monotonic() < deadline, "no answer"
-            self.scheduler.plan(SchedulerOutput.make_empty())
+            self.early += self.scheduler.plan(SchedulerOutput.make_empty()).loads
 
     def allocate(self, served: Served, external: int, local_blocks: Sequence[int] = ()) -> None:
         """Give the request blocks for all of its tokens, the first ones of each group being `local_blocks`."""
@@ -208,7 +211,9 @@ class Rig:
         output.num_scheduled_tokens = {served.request.request_id: count for served, count in scheduled.items()}
         tables = {served.request.request_id: tuple(served.tables) for served in scheduled}
         output.kv_connector_block_state = KVConnectorBlockState(set(tables), tables.__getitem__, {})
-        return self.scheduler.plan(output)
+        plan = self.scheduler.plan(output)
+        early, self.early = tuple(self.early), []
+        return dataclasses.replace(plan, loads=early + plan.loads)
 
     def report(self, plan: StepPlan) -> KVConnectorOutput:
         """The workers' part of a step, and the scheduler's reaction."""

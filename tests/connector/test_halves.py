@@ -372,10 +372,10 @@ def test_a_store_that_another_engine_is_busy_with_is_asked_for_again(server: Cac
         storer = first.worker.storer
         fill, reserved = storer._fill, threading.Event()
 
-        def slowly(*arguments: object) -> None:
+        def slowly(*arguments: object) -> int:
             reserved.set()
             hold.wait()
-            fill(*arguments)  # type: ignore[arg-type]
+            return fill(*arguments)  # type: ignore[arg-type]
 
         storer._fill = slowly  # type: ignore[method-assign]
         storing = threading.Thread(target=first.step, args=({one: 64},))

@@ -95,6 +95,7 @@ def test_blocks_shared_with_a_live_request_are_the_same_before_and_after_a_load(
         return plan
 
     def look_again(plan: StepPlan) -> None:
+        watched.wait_for_loads()
         for job in plan.loads:
             if job.first:
                 shared.append(pages_of(watched, job.tables[0][: job.first // BLOCK]))
@@ -128,6 +129,7 @@ def test_what_is_promised_is_what_is_written(watched: Watched, prompt: list[int]
         return plan
 
     def look_again(plan: StepPlan) -> None:
+        watched.wait_for_loads()
         after.extend(watched.tokens_in_pages(job.tables[0], 2 * CHUNK) for job in plan.loads)
 
     watched.engine.kv_caches[0].untyped_storage().fill_(0xA5)

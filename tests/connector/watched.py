@@ -69,6 +69,12 @@ class Watched:
         self.worker_half.store = watched_store  # type: ignore[method-assign]
         self.scheduler_half.matched_tokens = watched_matched  # type: ignore[method-assign]
 
+    def wait_for_loads(self) -> None:
+        """Return when nothing is being loaded any more."""
+        loader = self.worker_half.loader
+        with loader._change:
+            assert loader._change.wait_for(lambda: loader._under_way == 0, timeout=10)
+
     def forget(self) -> None:
         """Empty the engine's own cache, the server's, and the record."""
         self.engine.reset_prefix_cache()
