@@ -20,7 +20,6 @@ No hook waits for the server, except that all lookups of one step together may w
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_connector.config import ConnectorConfig
@@ -28,14 +27,14 @@ from lmcache_connector.events import EventFeed
 from lmcache_connector.health import ServerLink, attacher
 from lmcache_connector.identity import PromptIdentities, PromptIdentity, session_id
 from lmcache_connector.metadata import NULL_BLOCK, BlockTables, LoadJob, QueryJob, StepOutcome, StepPlan, StoreJob
-from lmcache_connector.opt_out import OptOut, read_opt_out
+from lmcache_connector.opt_out import read_opt_out
 from lmcache_connector.q_plan import over, query_job
+from lmcache_connector.requests import Loading, Lookup, RequestState
 from lmcache_connector.reset import ResetProgress
 from lmcache_connector.stats import Recorder
-from lmcache_connector.tracker import PackedTokens, StoreTracker, external_tokens, storable_chunks
+from lmcache_connector.tracker import external_tokens, storable_chunks
 from lmcache_sdk.attachment import Attachment
 from lmcache_sdk.errors import LMCacheSDKError
-from lmcache_sdk.transport import PendingReply
 from lmcache_server.protocol.messages import Acquire, Acquired, Clear, End, Prompt, Release, SessionId
 
 if TYPE_CHECKING:
@@ -52,52 +51,6 @@ PATIENCE = 0.001
 """Seconds. Most answers take a tenth of it; a lookup that takes longer is asked for again in the next step."""
 
 MISS = Acquired(0)
-
-
-@dataclass(slots=True, eq=False)
-class Lookup:
-    """One question to the server: the answer that is under way, or the answer."""
-
-    attachment: Attachment
-    session: SessionId
-    pending: PendingReply
-    tokens: int
-    """How many it asked for."""
-    asked: float
-    """When, on the monotonic clock."""
-    answer: Acquired | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Loading:
-    """A load that the workers have not reported yet."""
-
-    attachment: Attachment
-    lease: int
-    blocks: frozenset[int]
-    sessions: tuple[SessionId, ...] = ()
-    """What ends with the load, if the request did not outlive it."""
-
-
-@dataclass(slots=True, eq=False)
-class RequestState:
-    """What is known about one request; without an `identity` the cache is not used for it."""
-
-    request: "Request"
-    identity: PromptIdentity | None
-    opt_out: OptOut
-    packed: PackedTokens = field(default_factory=PackedTokens)
-    store: StoreTracker = field(default_factory=StoreTracker)
-    lookup: Lookup | None = None
-    local: int = 0
-    """The engine's own hit, as of the last question."""
-    attempts: int = 0
-    attachment: Attachment | None = None
-    """The one that the attempts, and what is stored, belong to."""
-    failed: bool = False
-    """A load went wrong: this request is computed, whatever the cache has."""
-    outdated: bool = False
-    """A part of its KV is older than the last reset, so none of it is stored."""
 
 
 class SchedulerHalf:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import lmcache_sdk
+from lmcache_server.protocol.messages import Clear
 from tests.connector.q_rig import HEADS, QueryRig
 from tests.connector.rig import Served, rig_config
 from tests.servers import CacheServer, running_server
