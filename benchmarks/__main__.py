@@ -2,7 +2,8 @@
 
     python -m benchmarks [--peer] [--only NAME ...]
 
-With --peer an unmodified LMCache 0.5.6 does the same work in the same run (needs `make interop`).
+With --only the sections of the others stay as they are. With --peer an unmodified LMCache 0.5.6 does the same work in
+the same run (needs `make interop`).
 """
 
 import argparse
@@ -19,6 +20,8 @@ from typing import Any
 from benchmarks._plots import drawn
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "RESULTS.md"
+NOTE = "Medians; spreads in brackets. The load average is that of 15 minutes."
 BENCHMARKS = (
     "budgets", "core_decisions", "wire", "lookups", "sdk_copies", "gather_scatter", "vllm_cpu", "sharing", "dropping",
 )  # fmt: skip
@@ -50,11 +53,24 @@ def machine() -> str:
     with open("/proc/meminfo", encoding="utf-8") as file:
         memory = int(file.readline().split()[1]) / 2**20
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in SHOWN)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE.parent)
     return (
         f"{os.cpu_count()} cores of {model}, {memory:.0f} GiB, {platform.system()} {platform.release()}, "
-        f"Python {platform.python_version()}; {versions}; commit {commit.stdout.strip()}; {time.strftime('%Y-%m-%d')}."
+        f"Python {platform.python_version()}; {versions}."
     )
+
+
+def section(name: str, command: str, output: str) -> str:
+    """What one benchmark printed, and what was run when."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE.parent)
+    ran = f"`{command}`, commit {commit.stdout.strip()}, {time.strftime('%Y-%m-%d %H:%M')}"
+    load = f"load average {os.getloadavg()[2]:.1f}"
+    return f"## {name}\n\n{ran}, {load}\n\n```\n{tables_of(output)}\n```\n"
+
+
+def earlier_sections() -> dict[str, str]:
+    """The sections of the results that are there, by name."""
+    text = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else ""
+    return {part.split("\n", 1)[0]: f"## {part.strip()}\n" for part in text.split("\n## ")[1:]}
 
 
 def main() -> None:
@@ -63,17 +79,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
     options = parser.parse_args()
     results = {name: run(name, ["--peer"] if options.peer and name == "budgets" else []) for name in options.only}
-    documents = [fact for _, output in results.values() for fact in facts_of(output)]
-    pictures = drawn(documents)
-    sections = [
-        f"## {name}\n\n`{command}`\n\n```\n{tables_of(output)}\n```\n" for name, (command, output) in results.items()
-    ]
-    head = (
-        f"# Results\n\nWritten by `python -m benchmarks`. {machine()}\n\nNoisy machine: medians; spreads in brackets.\n"
-    )
-    images = "".join(f"\n![{picture}]({picture})\n" for picture in pictures)
-    (HERE / "RESULTS.md").write_text(head + images + "\n" + "\n".join(sections), encoding="utf-8")
-    print(f"wrote {HERE / 'RESULTS.md'}", file=sys.stderr)
+    drawn([fact for _, output in results.values() for fact in facts_of(output)])
+    sections = earlier_sections() | {name: section(name, *result) for name, result in results.items()}
+    head = f"# Results\n\nWritten by `python -m benchmarks`. {machine()}\n\n{NOTE}\n"
+    images = "\n".join(f"![{picture.stem}]({picture.name})" for picture in sorted(HERE.glob("*.png")))
+    body = "\n".join(sections[name] for name in BENCHMARKS if name in sections)
+    RESULTS.write_text(f"{head}\n{images}\n\n{body}", encoding="utf-8")
+    print(f"wrote {RESULTS}", file=sys.stderr)
 
 
 if __name__ == "__main__":

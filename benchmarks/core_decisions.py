@@ -5,6 +5,7 @@ chunk is one allocation unit), the token ids are not: every decision hashes and 
 """
 
 import argparse
+import gc
 import itertools
 import random
 import struct
@@ -72,9 +73,11 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1_000, 100_000, 1_000_000])
     options = parser.parse_args()
     calls = {}
+    gc.disable()  # its passes over what is kept would take most of the time of the filling
     for size in options.sizes:
         calls[f"acquire+release @{size}"] = looking_up(size)
         calls[f"reserve+commit, evicting @{size}"] = storing(size)
+    gc.enable()
     samples = interleaved(calls, repeats=15, inner=40)
     smallest = options.sizes[0]
     rows = []

@@ -149,7 +149,7 @@ def weights_dtype(model: Path) -> str:
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream; raises EngineFailed for one that reports an error."""
-    for line in response.iter_lines():
+    for line in _lines(response):
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":
             continue
@@ -157,6 +157,14 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
         if "error" in event:
             raise EngineFailed(f"vLLM failed while streaming: {event['error']}")
         yield event
+
+
+def _lines(response: httpx.Response) -> Iterator[str]:
+    """The lines of a stream; httpx's own are cut at every character that Unicode calls a line's end, also in a text."""
+    rest = b""
+    for data in response.iter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        yield from (line.decode() for line in lines)
 
 
 def _token(name: str) -> int:
