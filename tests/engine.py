@@ -27,6 +27,7 @@ __all__ = [
     "Completion",
     "Engine",
     "InProcessEngine",
+    "completion_of",
     "connector_config",
     "engine_process",
     "in_process_engine",
@@ -99,7 +100,7 @@ class InProcessEngine:
         )
         salt = {"cache_salt": cache_salt} if cache_salt else {}
         inputs: Any = [{"prompt_token_ids": list(prompt), **salt} for prompt in prompts]
-        return [_completion(output) for output in self.llm.generate(inputs, parameters, use_tqdm=False)]
+        return [completion_of(output) for output in self.llm.generate(inputs, parameters, use_tqdm=False)]
 
     def reset_prefix_cache(self) -> None:
         """Make the engine forget its own cached KV, not the connector's."""
@@ -172,7 +173,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _completion(output: Any) -> Completion:
+def completion_of(output: Any) -> Completion:
     """What the OpenAI endpoint would have said; there is no time to first token in process."""
     answer = output.outputs[0]
     logprobs = tuple({token: entry.logprob for token, entry in likeliest.items()} for likeliest in answer.logprobs)

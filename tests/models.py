@@ -34,7 +34,7 @@ def hybrid_model(window: int = 64, dtype: str = "float32") -> Path:
         sliding_window=window,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
     )
-    return built(f"gemma3-window{window}-{dtype}", Gemma3ForCausalLM, config)
+    return built(f"gemma3-2-window{window}-{dtype}", Gemma3ForCausalLM, config)
 
 
 def latent_model(dtype: str = "bfloat16") -> Path:
@@ -56,14 +56,14 @@ def latent_model(dtype: str = "bfloat16") -> Path:
         n_group=1,
         topk_group=1,
     )
-    return built(f"deepseek2-{dtype}", DeepseekV2ForCausalLM, config)
+    return built(f"deepseek2-2-{dtype}", DeepseekV2ForCausalLM, config)
 
 
 def common(dtype: str, layers: int) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers,
-        "num_attention_heads": 4, "max_position_embeddings": 8192, "initializer_range": 0.2,
-        "bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256, "dtype": dtype,
+        "num_attention_heads": 4, "max_position_embeddings": 8192, "initializer_range": 0.1,
+        "bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256, "tie_word_embeddings": False, "dtype": dtype,
     }  # fmt: skip
 
 

@@ -4,9 +4,11 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 
 from lmcache_connector.cpu_packing import probe_cell
 from lmcache_connector.metadata import LoadJob, StepPlan, StoreJob
@@ -26,6 +28,8 @@ class Watched:
     def __init__(self, engine: InProcessEngine, server: CacheServer) -> None:
         self.engine = engine
         self.server = server
+        self.planned: list[LoadJob] = []
+        """Every load that the scheduler half has planned; `loads` and `stores` only of a worker in this process."""
         self.loads: list[LoadJob] = []
         self.stores: list[StoreJob] = []
         self.asked: list[tuple[str, int, int | None]] = []
@@ -46,7 +50,12 @@ class Watched:
         return half
 
     def _watch(self) -> None:
-        load, store, matched = self.worker_half.load, self.worker_half.store, self.scheduler_half.matched_tokens
+        self._watch_scheduler()
+        if has_kv_transfer_group():
+            self._watch_worker()
+
+    def _watch_worker(self) -> None:
+        load, store = self.worker_half.load, self.worker_half.store
 
         def watched_load(plan: StepPlan) -> None:
             plan = self.before_load(plan)
@@ -58,6 +67,17 @@ class Watched:
             self.stores += plan.stores
             store(plan)
 
+        self.worker_half.load = watched_load  # type: ignore[method-assign]
+        self.worker_half.store = watched_store  # type: ignore[method-assign]
+
+    def _watch_scheduler(self) -> None:
+        matched, make_plan = self.scheduler_half.matched_tokens, self.scheduler_half.plan
+
+        def watched_plan(output: Any) -> StepPlan:
+            plan = make_plan(output)
+            self.planned += plan.loads
+            return plan
+
         def watched_matched(request: Any, local: int) -> tuple[int | None, bool]:
             answer = matched(request, local)
             self.preemptions = max(self.preemptions, request.num_preemptions)
@@ -65,8 +85,7 @@ class Watched:
             assert answer[0] is None or 0 <= answer[0] <= request.num_tokens - 1 - local or answer[0] == 0
             return answer
 
-        self.worker_half.load = watched_load  # type: ignore[method-assign]
-        self.worker_half.store = watched_store  # type: ignore[method-assign]
+        self.scheduler_half.plan = watched_plan  # type: ignore[method-assign]
         self.scheduler_half.matched_tokens = watched_matched  # type: ignore[method-assign]
 
     def wait_for_loads(self) -> None:
@@ -79,6 +98,7 @@ class Watched:
         """Empty the engine's own cache, the server's, and the record."""
         self.engine.reset_prefix_cache()
         assert self.scheduler_half.clear()
+        self.planned.clear()
         self.loads.clear()
         self.stores.clear()
         self.asked.clear()
@@ -112,6 +132,7 @@ def watched_engine(
     block_size: int,
     *,
     dtype: Any = "bfloat16",
+    model: Path | None = None,
     connector: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[Watched]:
@@ -120,7 +141,10 @@ def watched_engine(
         settings = connector_config(server.port, heartbeat_interval=0.5)
         settings |= {"kv_load_failure_policy": "recompute"} | (connector or {})
         with in_process_engine(
-            tiny_model(dtype=dtype), connector=settings, block_size=block_size, **{"max_model_len": 1024, **options}
+            model or tiny_model(dtype=dtype),
+            connector=settings,
+            block_size=block_size,
+            **{"max_model_len": 1024, **options},
         ) as engine:
             watched = Watched(engine, server)
             # The first requests of a process load libraries and pick kernels; that is not what is tested.
