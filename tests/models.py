@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tiny_model import VOCABULARY, build_tiny_model
 
-__all__ = ["hybrid_model", "latent_model", "tiny_model"]
+__all__ = ["hybrid_model", "tiny_model"]
 
 MODELS = Path(__file__).parent.parent / ".cache" / "models"
 DONE = "complete"
@@ -35,28 +35,6 @@ def hybrid_model(window: int = 64, dtype: str = "float32") -> Path:
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
     )
     return built(f"gemma3-2-window{window}-{dtype}", Gemma3ForCausalLM, config)
-
-
-def latent_model(dtype: str = "bfloat16") -> Path:
-    """A DeepSeek-V2 of three layers: multi-head latent attention, without experts."""
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    config = DeepseekV2Config(
-        **common(dtype, layers=3),
-        num_key_value_heads=4,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        first_k_dense_replace=3,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        n_group=1,
-        topk_group=1,
-    )
-    return built(f"deepseek2-2-{dtype}", DeepseekV2ForCausalLM, config)
 
 
 def common(dtype: str, layers: int) -> dict[str, Any]:

@@ -47,11 +47,8 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
     _refuse_unsupported(vllm_config)
     events = vllm_config.kv_events_config
     shape = engine_shape(vllm_config, kv_cache_config)
-    if len(shape.groups) > 1 and not settings.load_async:
-        raise ValueError(
-            "lmcache.mp.load_async: false is not possible for a model with several cache groups, because vLLM cannot "
-            "compute again what one of them failed to load; remove the key"
-        )
+    if not settings.load_async:
+        _check_synchronous_loads(vllm_config, shape)
     return ConnectorConfig(
         settings=settings,
         model_name=vllm_config.model_config.model,
@@ -64,6 +61,21 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
         publishes_events=events is not None and events.enable_kv_cache_events,
         query_blocks=_query_blocks(vllm_config, settings, shape) if settings.transfer_queries else 0,
     )
+
+
+def _check_synchronous_loads(vllm_config: "VllmConfig", shape: EngineShape) -> None:
+    """Raise ValueError where vLLM could not recover from one that fails."""
+    key = "lmcache.mp.load_async: false"
+    if len(shape.groups) > 1:
+        raise ValueError(
+            f"{key} is not possible for a model with several cache groups, because vLLM cannot compute again what one "
+            "of them failed to load; remove the key"
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        raise ValueError(
+            f"{key} is not possible with asynchronous scheduling, where the next step is planned before it is known "
+            "that a load failed; remove the key or start vLLM with --no-async-scheduling"
+        )
 
 
 def _query_blocks(vllm_config: "VllmConfig", settings: Settings, shape: EngineShape) -> int:

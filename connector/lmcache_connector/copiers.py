@@ -18,8 +18,12 @@ __all__ = ["make_copiers"]
 
 KV_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "FLEX_ATTENTION")
 """Attention backends whose pages `[blocks, heads, tokens, C]` hold K, then V, for each token and head."""
-LATENT_BACKENDS = ("AMX_MLA", "CPU_MLA")
+LATENT_BACKENDS = ("FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA")
 """Backends whose pages `[blocks, tokens, C]` hold a latent and the turned part of the key for each token."""
+UNSTEADY_BACKENDS = ("AMX_MLA", "CPU_MLA")
+"""Backends that answer a prompt differently when others are computed beside it, or a part of it is cached, be it by
+vLLM itself: seen with vLLM 0.32. What they would be given back cannot be told from what is wrong.
+"""
 
 
 def make_copiers(vllm_config: "VllmConfig", shape: EngineShape, kv_caches: Mapping[str, torch.Tensor]) -> list[Copier]:
@@ -43,6 +47,12 @@ def _group_copier(
     names = sorted({backend.get_name() for backend in backends})
     if names == ["CPU_ATTN"]:
         return PackedCopier(pages, group, engine_group.block_size, _cpu_kernel(vllm_config, engine_group))
+    if set(names) & set(UNSTEADY_BACKENDS):
+        raise ValueError(
+            f"layer {engine_group.layers[0]}: the attention backend {', '.join(names)} computes a prompt differently "
+            "when a part of it is cached, by vLLM itself too, so that cached KV cannot be right; serve this model on a "
+            "GPU, or without LMCacheMPConnector"
+        )
     known = KV_BACKENDS if group.planes == 2 else LATENT_BACKENDS
     if not set(names) <= set(known):
         raise ValueError(

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from lmcache_connector.cpu_packing import CpuKernel, Plane, packed_plane, probe_cell
-from lmcache_connector.gpu_connector import ChunkCopy, slot_planes
+from lmcache_connector.gpu_connector import ChunkCopy, Fence, slot_planes
 from lmcache_connector.layout import WORDS, Piece, check_pages, cut_at, equal_steps, token_places
 from lmcache_server.protocol.layout import KernelGroup
 
@@ -63,7 +63,11 @@ class PackedCopier:
             else:
                 part.copy_(_in_block(self._whole(cells, piece, part), piece))
 
-    def scatter(self, copies: Iterable[ChunkCopy]) -> None:
+    def fence(self) -> Fence:
+        """See Copier; on a CPU all that was begun is done."""
+        return None
+
+    def scatter(self, copies: Iterable[ChunkCopy], after: Fence = None) -> None:
         """See Copier."""
         if self._by_kernel:
             self._scatter_by_kernel(copies)

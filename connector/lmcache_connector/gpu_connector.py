@@ -3,7 +3,9 @@
     gather    pages -> slots   after the forward pass that computed them
     scatter   slots -> pages   before the forward pass that reads them
 
-Both return when the bytes are where they belong. `StagedCopier` is for attention backends that declare where K and V
+Both return when the bytes are where they belong. A scatter may run in a thread of its own, several at a time: it waits
+for a `fence` that the engine's thread has set, behind which nothing that the engine has begun uses the blocks any more.
+`StagedCopier` is for attention backends that declare where K and V
 are (see layout.row_tables). It works on the device, on a stream of its own: per chunk, plane and allocation one
 selection of rows, whatever the number of layers, into or out of a staging buffer that looks like a slot, so that each
 chunk crosses between host and device in one copy; for that the pool is page-locked once. Pages in the host's memory
@@ -19,7 +21,10 @@ import torch
 from lmcache_connector.layout import Piece, check_pages, row_tables, token_places
 from lmcache_server.protocol.layout import ITEM_BYTES, KernelGroup
 
-__all__ = ["ChunkCopy", "Copier", "StagedCopier", "slot_planes"]
+__all__ = ["ChunkCopy", "Copier", "Fence", "StagedCopier", "slot_planes"]
+
+Fence = torch.cuda.Event | None
+"""A point in the work that the engine has given to its device; None where all of it is done."""
 
 
 class ChunkCopy(NamedTuple):
@@ -38,8 +43,11 @@ class Copier(Protocol):
     def gather(self, copies: Iterable[ChunkCopy]) -> None:
         """Fill the slots from the pages; the pieces of each must be all of its tokens."""
 
-    def scatter(self, copies: Iterable[ChunkCopy]) -> None:
-        """Write the pieces' part of each slot to the pages; nothing else in the pages changes."""
+    def fence(self) -> Fence:
+        """The point that the engine's work has reached; to be called in the engine's thread."""
+
+    def scatter(self, copies: Iterable[ChunkCopy], after: Fence = None) -> None:
+        """Write the pieces' part of each slot to the pages, `after` that point; nothing else in the pages changes."""
 
 
 def slot_planes(slot: torch.Tensor, group: KernelGroup) -> torch.Tensor:
@@ -77,7 +85,7 @@ class StagedCopier:
 
     def gather(self, copies: Iterable[ChunkCopy]) -> None:
         """See Copier."""
-        with self._on_own_stream():
+        with self._on_own_stream(self.fence()):
             for slot, _, places in self._with_places(copies):
                 staging = slot if self._stream is None else torch.empty_like(slot, device=self._device)
                 for units, numbers, vectors in self._selections(staging, places):
@@ -86,9 +94,17 @@ class StagedCopier:
                     slot.copy_(staging, non_blocking=True)
         self._finish()
 
-    def scatter(self, copies: Iterable[ChunkCopy]) -> None:
+    def fence(self) -> Fence:
         """See Copier."""
-        with self._on_own_stream():
+        if self._stream is None:
+            return None
+        reached = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        reached.record(torch.cuda.current_stream(self._device))
+        return reached
+
+    def scatter(self, copies: Iterable[ChunkCopy], after: Fence = None) -> None:
+        """See Copier."""
+        with self._on_own_stream(after):
             for slot, first, places in self._with_places(copies):
                 staging = slot if self._stream is None else slot.to(self._device, non_blocking=True)
                 for units, numbers, vectors in self._selections(staging, places):
@@ -118,10 +134,11 @@ class StagedCopier:
                 units = table.units[plane * table.plane :]
                 yield units, numbers, vectors[table.layers].view(units.dtype)
 
-    def _on_own_stream(self) -> AbstractContextManager[object]:
+    def _on_own_stream(self, after: Fence) -> AbstractContextManager[object]:
         if self._stream is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if after is not None:
+            self._stream.wait_event(after)
         return torch.cuda.stream(self._stream)
 
     def _finish(self) -> None:

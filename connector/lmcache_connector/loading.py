@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from lmcache_connector.config import ConnectorConfig
-from lmcache_connector.gpu_connector import ChunkCopy, Copier
+from lmcache_connector.gpu_connector import ChunkCopy, Copier, Fence
 from lmcache_connector.health import ServerLink
 from lmcache_connector.layout import Piece, chunk_pieces
 from lmcache_connector.metadata import NULL_BLOCK, LoadJob
@@ -69,14 +69,17 @@ class Loader:
 
     def start(self, jobs: Sequence[LoadJob]) -> None:
         """Begin these loads; without threads they are over when this returns."""
+        if not jobs:
+            return
         deadline = time.monotonic() + self._config.settings.load_timeout
+        fences = [copier.fence() for copier in self._copiers]
         for job in jobs:
             with self._change:
                 self._under_way += 1
             if self._pool is None:
-                self._run(job, deadline)
+                self._run(job, deadline, fences)
             else:
-                self._pool.submit(self._run, job, deadline)
+                self._pool.submit(self._run, job, deadline, fences)
 
     def finished(self, *, idle: bool = False) -> Finished:
         """The loads that are over since the last call; an `idle` engine waits a moment for one that is under way."""
@@ -93,11 +96,11 @@ class Loader:
 
     # --- one load ------------------------------------------------------------------------------------------------
 
-    def _run(self, job: LoadJob, deadline: float) -> None:
+    def _run(self, job: LoadJob, deadline: float, fences: Sequence[Fence]) -> None:
         failed: set[int] = set(self._chunks(job))
         started = time.perf_counter()
         try:
-            failed = self._load(job, deadline)
+            failed = self._load(job, deadline, fences)
             self._count(job, failed, time.perf_counter() - started)
         except Exception:  # the boundary of the thread: an unreported load would keep its request waiting for ever
             logger.exception("request %s: a fault while loading; its tokens are computed", job.request_id)
@@ -124,7 +127,7 @@ class Loader:
         if tokens:
             self._stats.loaded(tokens, size, seconds)
 
-    def _load(self, job: LoadJob, deadline: float) -> set[int]:
+    def _load(self, job: LoadJob, deadline: float, fences: Sequence[Fence]) -> set[int]:
         """Copy; the chunks that did not arrive."""
         chunks = self._chunks(job)
         attachment = self._link.attachment
@@ -140,21 +143,22 @@ class Loader:
                 )  # fmt: skip
                 return failed | set(range(part.start, chunks.stop))
             try:
-                failed |= self._load_slice(attachment, job, part)
+                failed |= self._load_slice(attachment, job, part, fences)
             except LMCacheSDKError as error:
                 self._link.lost(attachment, error)
                 return failed | set(range(part.start, chunks.stop))
         return failed
 
-    def _load_slice(self, attachment: Attachment, job: LoadJob, chunks: range) -> set[int]:
+    def _load_slice(self, attachment: Attachment, job: LoadJob, chunks: range, fences: Sequence[Fence]) -> set[int]:
         groups = len(self._shape.groups)
         share = Share(job.holder, groups * self._shape.shards, self._own, chunks)
         slots = attachment.transfer.readable(job.acquired, share)
-        for group, copier in enumerate(self._copiers):
-            copier.scatter(
+        for group, (copier, fence) in enumerate(zip(self._copiers, fences, strict=True)):
+            copies = (
                 ChunkCopy(slot, self._pieces(job, group, chunk))
                 for chunk, slot in zip(chunks, slots[group::groups], strict=True)
             )
+            copier.scatter(copies, fence)
         intact = attachment.transfer.verify(job.acquired, share)
         gone = {chunks[i // groups] for i, there in enumerate(intact) if not there}
         for chunk in sorted(gone):

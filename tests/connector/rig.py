@@ -44,15 +44,18 @@ def rig_config(
     model: str = "rig",
     head_size: int = 8,
     windows: tuple[int, ...] = (0,),
+    planes: int = 2,
     shards: int = 1,
     replicas: int = 1,
     **changes: Any,
 ) -> ConnectorConfig:
-    """A configuration for a model with two layers of two heads per group, one group for each of `windows`."""
+    """A configuration for a model with two layers of two heads (or one latent) per group, one for each of `windows`."""
     sizes = block_size if isinstance(block_size, tuple) else (block_size,) * len(windows)
     layers = [(2 * i, 2 * i + 1) for i in range(len(windows))]
     kernel_groups = tuple(
-        KernelGroup(indices, planes=2, heads=2, head_size=head_size, dtype="float32", window=window)
+        KernelGroup(
+            indices, planes=planes, heads=2 if planes == 2 else 1, head_size=head_size, dtype="float32", window=window
+        )
         for indices, window in zip(layers, windows, strict=True)
     )
     groups = tuple(
@@ -283,7 +286,7 @@ class Rig:
     # --- KV that follows from the tokens -----------------------------------------------------------------------------
 
     def kv_of(self, served: Served, token: int, rank: int = 0, group: int = 0) -> torch.Tensor:
-        """`[2, layers, heads, head_size]`: what a rank computes for one token after those before it."""
+        """`[planes, layers, heads, head_size]`: what a rank computes for one token after those before it."""
         request = served.request
         media = [(m.modality, m.identifier, m.mm_position.offset) for m in request.mm_features]
         adapter = self.adapters[request.lora_request.lora_int_id] if request.lora_request else b""
@@ -294,7 +297,7 @@ class Rig:
         seed = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
         shape = self.groups[group]
-        return torch.randn(2, 2, shape.heads, shape.head_size, generator=generator)
+        return torch.randn(shape.planes, 2, shape.heads, shape.head_size, generator=generator)
 
     def compute(self, served: Served, start: int, end: int) -> None:
         """The forward pass over tokens [start, end); reads an adapter when vLLM does."""

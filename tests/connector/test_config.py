@@ -102,15 +102,18 @@ def test_whatever_shapes_kv_changes_the_revision(vllm_config: VllmConfig, tmp_pa
     assert revision(vllm_config) in revisions
 
 
-def test_loads_before_the_forward_pass_are_refused_for_several_groups(vllm_config: VllmConfig) -> None:
+def test_loads_before_the_forward_pass_are_refused_where_vllm_could_not_recover(vllm_config: VllmConfig) -> None:
     window = SlidingWindowSpec(block_size=128, num_kv_heads=4, head_size=64, dtype=torch.bfloat16, sliding_window=64)
     groups = caches((NAMES[:2], SPEC), (NAMES[2:], window))
     assert len(read_config(vllm_config, groups).shape.groups) == 2
     extra = {"lmcache.mp.load_async": False}
     synchronous = changed(vllm_config, "kv_transfer_config", kv_connector_extra_config=extra)
+    synchronous = changed(synchronous, "scheduler_config", async_scheduling=False)
     assert not read_config(synchronous, caches((NAMES, SPEC))).settings.load_async
     with pytest.raises(ValueError, match=r"lmcache\.mp\.load_async: false is not possible .* remove the key"):
         read_config(synchronous, groups)
+    with pytest.raises(ValueError, match="start vLLM with --no-async-scheduling"):
+        read_config(changed(synchronous, "scheduler_config", async_scheduling=True), caches((NAMES, SPEC)))
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "two windows and full attention, blocks of three sizes": {"windows": (24, 0, 100), "block_size": (8, 32, 16)},
     "a window only": {"windows": (40,)},
     "two shards": {"shards": 2},
+    "a latent on three ranks": {"planes": 1, "replicas": 3},
     "two shards, each on two ranks": {"shards": 2, "replicas": 2},
     "two shards of two groups": {"shards": 2, "windows": (0, 40)},
 }

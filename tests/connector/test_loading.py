@@ -39,9 +39,9 @@ def slowed(worker: WorkerHalf, before: Callable[[], None]) -> None:
     (copier,) = worker._copiers
     scatter = copier.scatter
 
-    def slow(copies: Any) -> None:
+    def slow(*copies: Any) -> None:
         before()
-        scatter(copies)
+        scatter(*copies)
 
     copier.scatter = slow  # type: ignore[method-assign]
 
@@ -130,7 +130,7 @@ def test_a_fault_in_a_copy_fails_its_load_and_the_next_one_works(server: CacheSe
         (copier,) = rig.worker._copiers
         scatter = copier.scatter
 
-        def broken(copies: Any) -> None:
+        def broken(*_: Any) -> None:
             copier.scatter = scatter  # type: ignore[method-assign]
             raise RuntimeError("no such block")
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,16 +133,17 @@ def watched_engine(
     *,
     dtype: Any = "bfloat16",
     model: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
     connector: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[Watched]:
     """A server and an engine for it; the server is quiet at the end and leaves nothing behind."""
     with running_server("--chunk-size", str(chunk_size), "--l1-size-gb", "0.125") as server:
-        settings = connector_config(server.port, heartbeat_interval=0.5)
-        settings |= {"kv_load_failure_policy": "recompute"} | (connector or {})
+        transfer = connector_config(server.port, **{"heartbeat_interval": 0.5, **(settings or {})})
+        transfer |= {"kv_load_failure_policy": "recompute"} | (connector or {})
         with in_process_engine(
             model or tiny_model(dtype=dtype),
-            connector=settings,
+            connector=transfer,
             block_size=block_size,
             **{"max_model_len": 1024, **options},
         ) as engine:
@@ -158,8 +159,11 @@ def without_lease_on_chunk(plan: StepPlan, chunk: int) -> StepPlan:
     """The plan as if chunk number `chunk` had been evicted and its place given to another since the lookup."""
 
     def stale(job: LoadJob) -> LoadJob:
+        if chunk >= job.acquired.chunks:
+            return job
         slots = bytearray(job.acquired.slots)
-        slots[16 * chunk + 8] ^= 1
+        parts = len(slots) // 16 // job.acquired.chunks
+        slots[16 * parts * chunk + 8] ^= 1
         return dataclasses.replace(job, acquired=dataclasses.replace(job.acquired, slots=bytes(slots)))
 
     return dataclasses.replace(plan, loads=tuple(stale(job) for job in plan.loads))
