@@ -1,4 +1,4 @@
-"""The attention backend decides what copies a group's pages; one that we do not know, or know to be wrong, is refused."""
+"""The attention backend decides what copies a group's pages; one that is unknown, or known to be wrong, is refused."""
 
 from typing import Any
 
