@@ -4,6 +4,8 @@ PY ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INTEROP := .venv-interop
+# Two files of tests at a time: most of a test's time is waiting for a process to start or a deadline to pass.
+PARALLEL := -n 2 --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
@@ -31,7 +33,7 @@ demo: install ## a real vLLM: cold prompt, local hit, external hit, an edited KV
 test: install lint ## lint, types, import contracts, then every test
 	@$(MAKE) --no-print-directory $(INTEROP)/.installed || \
 		echo "*** LMCache 0.5.6 cannot be installed here: tests/interop will be skipped ***" >&2
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(PARALLEL)
 
 interop: install $(INTEROP)/.installed ## LMCache 0.5.6's own clients against this server
 	@$(BIN)/python -m pytest tests/interop

@@ -19,7 +19,9 @@ DONE = "complete"
 def tiny_model(name: str = "tests", **parameters: Any) -> Path:
     """The directory of a tiny Qwen3 with these parameters (see `build_tiny_model`)."""
     suffix = "".join(f"-{key}{value}" for key, value in sorted(parameters.items()))
-    return build_tiny_model(MODELS / f"{name}{suffix}", **parameters)
+    path = MODELS / f"{name}{suffix}"
+    with locked(path):
+        return build_tiny_model(path, **parameters)
 
 
 def hybrid_model(window: int = 64, dtype: str = "float32") -> Path:

@@ -7,16 +7,20 @@ tests.test_docs` writes them anew.
 """
 
 import argparse
+import ast
 import dataclasses
+import inspect
+import json
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
-from lmcache_connector import metrics
+from lmcache_connector import metrics, settings
 from lmcache_connector.versions import TESTED
 from lmcache_sdk.attachment import attach
 from lmcache_sdk.transport import ServerConnection
@@ -66,6 +70,34 @@ def connector_metrics_table() -> str:
     return "\n".join(rows + described)
 
 
+def options_table() -> str:
+    """One row per option of the connector; what it is stands below it in the code."""
+    body = ast.parse(inspect.getsource(settings)).body
+    (record,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == "Settings")
+    texts = {
+        field.target.id: ast.literal_eval(text.value)
+        for field, text in pairwise(record.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
+    }
+    defaults = {field.name: field.default for field in dataclasses.fields(settings.Settings)}
+    rows = [
+        "| option | default | what it is |",
+        "|---|---|---|",
+        "| `lmcache.mp.host`, `lmcache.mp.port` | `tcp://localhost`, 5555 | Where the server is. |",
+    ]
+    keys: dict[str, list[str]] = {}
+    for key, name in settings.FIELDS.items():
+        keys.setdefault(name, []).append(f"`{key}`")
+    return "\n".join(
+        rows
+        + [f"| {', '.join(spellings)} | {_json(defaults[name])} | {texts[name]} |" for name, spellings in keys.items()]
+    )
+
+
+def _json(value: object) -> str:
+    return "none" if value is None else json.dumps(value)
+
+
 def versions_table() -> str:
     """One row per tested version of vLLM."""
     return "\n".join(["| vLLM | tested |", "|---|---|", *(f"| {v} | the whole test suite |" for v in TESTED)])
@@ -82,6 +114,7 @@ TABLES = {
     "| name |": (SERVER_PAGE, metrics_table),
     "| metric |": (VLLM_PAGE, connector_metrics_table),
     "| vLLM |": (VLLM_PAGE, versions_table),
+    "| option |": (VLLM_PAGE, options_table),
     "| state |": (ROOT / "docs" / "architecture.md", states_table),
 }
 """How a table begins -> its page, and what it should be."""
