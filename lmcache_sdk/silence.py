@@ -6,6 +6,7 @@ here: by a second thread that hangs up, and in asyncio by a time-out.
 """
 
 import asyncio
+import codecs
 import contextlib
 import socket
 import threading
@@ -25,7 +26,7 @@ T = TypeVar("T")
 
 def lines_within(response: httpx.Response, timeout: float) -> Iterator[str]:
     """The lines of the answer; those after the first token within `timeout` each, or TimeoutError."""
-    lines = response.iter_lines()
+    lines = _lines(response)
     for line in lines:
         yield line
         if line.startswith(DATA):
@@ -35,7 +36,7 @@ def lines_within(response: httpx.Response, timeout: float) -> Iterator[str]:
 
 async def async_lines_within(response: httpx.Response, timeout: float) -> AsyncIterator[str]:
     """The same for asyncio."""
-    lines, limit = response.aiter_lines(), None
+    lines, limit = _async_lines(response), None
     while True:
         async with asyncio.timeout(limit):
             line = await anext(lines, None)
@@ -43,6 +44,42 @@ async def async_lines_within(response: httpx.Response, timeout: float) -> AsyncI
             return
         yield line
         limit = timeout if line.startswith(DATA) else limit
+
+
+class _Cut:
+    """Cuts text into lines at line feeds only: httpx cuts at whatever Unicode calls a line's end, and a token may be
+    one.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+
+    def lines(self, data: bytes) -> list[str]:
+        """The lines that `data` completes."""
+        *whole, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
+        return [line.removesuffix("\r") for line in whole]
+
+    def last(self) -> list[str]:
+        """What follows the last line feed, if anything does."""
+        rest = self._rest + self._decoder.decode(b"", True)
+        return [rest] if rest else []
+
+
+def _lines(response: httpx.Response) -> Iterator[str]:
+    cut = _Cut()
+    for data in response.iter_bytes():
+        yield from cut.lines(data)
+    yield from cut.last()
+
+
+async def _async_lines(response: httpx.Response) -> AsyncIterator[str]:
+    cut = _Cut()
+    async for data in response.aiter_bytes():
+        for line in cut.lines(data):
+            yield line
+    for line in cut.last():
+        yield line
 
 
 def _hang_up(response: httpx.Response) -> None:

@@ -66,10 +66,10 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
 def _check_synchronous_loads(vllm_config: "VllmConfig", shape: EngineShape) -> None:
     """Raise ValueError where vLLM could not recover from one that fails."""
     key = "lmcache.mp.load_async: false"
-    if len(shape.groups) > 1:
+    if len(shape.groups) > 1 or shape.layout.groups[0].window:
         raise ValueError(
-            f"{key} is not possible for a model with several cache groups, because vLLM cannot compute again what one "
-            "of them failed to load; remove the key"
+            f"{key} is not possible for a model with sliding windows that let go of their blocks, because vLLM cannot "
+            "compute again what failed to load; remove the key"
         )
     if vllm_config.scheduler_config.async_scheduling:
         raise ValueError(

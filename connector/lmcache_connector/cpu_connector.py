@@ -52,9 +52,6 @@ class PackedCopier:
         self._by_kernel = interleaved and not kernel.quantises
         self._layers = [page.view(len(page), group.heads, -1, group.head_size) for page in pages]
 
-    def page_lock(self, memory: torch.Tensor) -> None:
-        """See Copier; nothing to do here."""
-
     def gather(self, copies: Iterable[ChunkCopy]) -> None:
         """See Copier."""
         for cells, piece, part in self._parts(copies):

@@ -5,11 +5,12 @@
 
 Both return when the bytes are where they belong. A scatter may run in a thread of its own, several at a time: it waits
 for a `fence` that the engine's thread has set, behind which nothing that the engine has begun uses the blocks any more.
-`StagedCopier` is for attention backends that declare where K and V
-are (see layout.row_tables). It works on the device, on a stream of its own: per chunk, plane and allocation one
-selection of rows, whatever the number of layers, into or out of a staging buffer that looks like a slot, so that each
-chunk crosses between host and device in one copy; for that the pool is page-locked once. Pages in the host's memory
-need no staging. Nothing in it needs a GPU, and its tests run it on CPU tensors: IT HAS NOT RUN ON A GPU YET.
+
+`StagedCopier` is for attention backends that declare where K and V are (see layout.row_tables). It works on the device,
+on a stream of its own: per chunk, plane and allocation one selection of rows, whatever the number of layers, into or
+out of a staging buffer that looks like a slot, so that each chunk crosses between host and device in one copy (see
+page_lock). Pages in the host's memory need no staging. Nothing in it needs a GPU, and its tests run it on CPU tensors:
+IT HAS NOT RUN ON A GPU YET.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,9 +37,6 @@ class ChunkCopy(NamedTuple):
 
 class Copier(Protocol):
     """Moves tokens between the pages of one kernel group and slots. Blocks are the engine's, not its kernels'."""
-
-    def page_lock(self, memory: torch.Tensor) -> None:
-        """Make the memory that slots lie in fit for fast copies; `memory` replaces what was locked before."""
 
     def gather(self, copies: Iterable[ChunkCopy]) -> None:
         """Fill the slots from the pages; the pieces of each must be all of its tokens."""
@@ -71,17 +69,6 @@ class StagedCopier:
         self._tables = row_tables(pages, group)
         self._device = pages[0].device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._locked: torch.Tensor | None = None
-
-    def page_lock(self, memory: torch.Tensor) -> None:
-        """See Copier."""
-        if self._stream is None:
-            return
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if self._locked is not None:
-            cudart.cudaHostUnregister(self._locked.data_ptr())
-        torch.cuda.check_error(int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
-        self._locked = memory
 
     def gather(self, copies: Iterable[ChunkCopy]) -> None:
         """See Copier."""

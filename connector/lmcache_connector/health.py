@@ -122,7 +122,8 @@ class ServerLink:
                 return
             self.attachment = None
         self._complain(f"computing without a cache: {error}")
-        self._wake.set()
+        if isinstance(error, ServerUnavailable | ServerRefused):
+            self._wake.set()  # what else can be wrong a sign of life does not mend: it waits for the next one
 
     def close(self) -> None:
         """Leave the server and end the thread. Idempotent."""

@@ -38,8 +38,8 @@ IDLE_WAIT = 0.01
 
 @dataclass(slots=True)
 class Finished:
-    """Loads that are over. What failed is told by block, or, where blocks of several tables could be meant, by
-    request.
+    """Loads that are over. What failed is told by block; or by request, where blocks of several tables could be meant,
+    or what is before a block has left its window, so that nothing can be computed again from there on.
     """
 
     requests: set[str] = field(default_factory=set)
@@ -63,6 +63,8 @@ class Loader:
         self._pool: ThreadPoolExecutor | None = None
         if config.settings.load_async:
             self._pool = ThreadPoolExecutor(config.settings.load_concurrency, thread_name_prefix="lmcache-load")
+        windows = any(group.window for group in self._shape.layout.groups)
+        self._by_request = windows or len(self._shape.groups) > 1
         self._change = threading.Condition()
         self._finished = Finished()
         self._under_way = 0
@@ -111,7 +113,7 @@ class Loader:
         with self._change:
             self._under_way -= 1
             self._finished.requests.add(job.request_id)
-            if failed and len(self._shape.groups) > 1:
+            if failed and self._by_request:
                 self._finished.failed_requests.add(job.request_id)
             elif failed:
                 self._finished.failed_blocks |= self._blocks(job, failed)

@@ -48,6 +48,7 @@ class StoreJob:
     tokens: bytes
     salt: str
     extras: dict[int, bytes]
+    chunk_size: int
     tables: BlockTables
     first: int = 0
 
@@ -60,6 +61,7 @@ class QueryJob:
     tokens: bytes
     salt: str
     extras: dict[int, bytes]
+    chunk_size: int
     first: int
     end: int
     block_ids: tuple[int, ...]

@@ -116,9 +116,9 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learn where the engine's pages are, and register with the server."""
         copiers = make_copiers(self._vllm_config, self._config.shape, kv_caches)
-        self._worker_half = WorkerHalf(self._config, self._vllm_config.parallel_config.rank, copiers)
+        device = next(iter(kv_caches.values())).device
+        self._worker_half = WorkerHalf(self._config, self._vllm_config.parallel_config.rank, copiers, device)
         if self._config.query_blocks:
-            device = next(iter(kv_caches.values())).device
             self.query_store = make_query_store(self._vllm_config, self._config, device)
 
     def bind_connector_metadata(self, connector_metadata: "KVConnectorMetadata") -> None:

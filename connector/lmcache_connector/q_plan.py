@@ -36,6 +36,7 @@ def query_job(
         packed.first(end, request.all_token_ids),
         identity.salt,
         identity.extras(chunk_size),
+        chunk_size,
         first,
         end,
         tuple(block_ids[first // block_size : -(-end // block_size)]),

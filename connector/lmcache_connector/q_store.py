@@ -23,6 +23,7 @@ from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.health import ServerLink
 from lmcache_connector.identity import session_id
 from lmcache_connector.metadata import QueryJob, StepPlan
+from lmcache_connector.publishing import end, publish
 from lmcache_connector.q_capture import QueryCapture, attention_modules, cached_layers, query_layout
 from lmcache_connector.q_ring import QRingBuffer, places
 from lmcache_sdk.attachment import Attachment, attach
@@ -30,18 +31,7 @@ from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_sdk.transport import ServerConnection
 from lmcache_server.protocol.keys import QUERY_SUFFIX
 from lmcache_server.protocol.layout import CacheLayout, Kind
-from lmcache_server.protocol.messages import (
-    Acquire,
-    AcquireReply,
-    Commit,
-    CommitReply,
-    CommittedChunks,
-    End,
-    Prompt,
-    Reserve,
-    Reserved,
-    ReserveReply,
-)
+from lmcache_server.protocol.messages import Acquire, AcquireReply, Prompt, Reserved
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -146,14 +136,17 @@ class QueryStore:
         if attachment is not self._attachment:
             self._forget(list(self._rows))
             self._attachment = attachment
-        if attachment is None or not plan.queries:
+        if attachment is None:
+            return
+        jobs = [job for job in plan.queries if job.chunk_size == attachment.hello.chunk_size]  # else for another server
+        if not jobs:
             return
         try:
-            self._find_starts(attachment, plan.queries)
+            self._find_starts(attachment, jobs)
         except LMCacheSDKError as error:
             self.link.lost(attachment, error)
             return
-        self._step = [captured for job in plan.queries if (captured := self._make_room(job)) is not None]
+        self._step = [captured for job in jobs if (captured := self._make_room(job)) is not None]
         if self._step:
             size = self._block_size
             slots = [places(job.block_ids, job.first, first, job.end, size) for job, _, first in self._step]
@@ -219,7 +212,7 @@ class QueryStore:
         except LMCacheSDKError as error:
             self.link.lost(attachment, error)
             self._forget(captured.job.request_id for captured in whole)
-        self._end(attachment, whole)
+        end(self.link, attachment, [session_id(captured.job.request_id) for captured in whole])
 
     def _whole(self, step: Sequence[Captured]) -> list[Captured]:
         """What of the step completes a chunk; requests whose tokens were not all seen are given up."""
@@ -241,20 +234,15 @@ class QueryStore:
     def _publish(self, attachment: Attachment, whole: Sequence[Captured]) -> None:
         """Reserve, copy, commit; rows that cannot go on behind what is stored now are given up."""
         size = attachment.hello.chunk_size
-        prompts = tuple(_prompt(captured.job) for captured in whole)
-        first = tuple(captured.rows.start // size for captured in whole)
-        reply: ReserveReply = attachment.connection.request(Reserve(attachment.instance, prompts, first))
-        commits = []
-        for captured, reserved in zip(whole, reply.results, strict=True):
-            if reserved.reservation:
-                self._fill(attachment, captured.rows, reserved)
-                commits.append(CommittedChunks(reserved.reservation))
-        sealed: dict[int, int] = {}
-        if commits:
-            committed: CommitReply = attachment.connection.request(Commit(attachment.instance, tuple(commits)))
-            sealed = {c.reservation: len(r.sealed) for c, r in zip(commits, committed.results, strict=True)}
-        for (job, rows, _), reserved in zip(whole, reply.results, strict=True):
-            if reserved.full or sealed.get(reserved.reservation, 0) < len(reserved.chunks):
+
+        def fill(i: int, reserved: Reserved) -> None:
+            self._fill(attachment, whole[i].rows, reserved)
+
+        prompts = [_prompt(captured.job) for captured in whole]
+        first = [captured.rows.start // size for captured in whole]
+        published = publish(attachment, prompts, first, fill)
+        for (job, rows, _), (reserved, sealed) in zip(whole, published, strict=True):
+            if reserved.full or len(sealed) < len(reserved.chunks):
                 self._forget((job.request_id,))
             else:
                 self._release(rows, rows.end // size * size)
@@ -267,14 +255,6 @@ class QueryStore:
             values = slot.view(getattr(torch, self._group.dtype))
             self.ring.read(values.view(len(self._group.layers), size, self._group.hidden), source)
         attachment.transfer.flush(reserved, slots)
-
-    def _end(self, attachment: Attachment, whole: Sequence[Captured]) -> None:
-        """These attempts are over; whatever they still reserve (nothing, unless a copy failed) is aborted with them."""
-        try:
-            sessions = tuple(session_id(captured.job.request_id) for captured in whole)
-            attachment.connection.submit(End(attachment.instance, sessions))
-        except LMCacheSDKError as error:
-            self.link.lost(attachment, error)
 
     # --- the ring ------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ class Loading:
     attachment: Attachment
     lease: int
     blocks: frozenset[int]
+    missing: frozenset[int] = frozenset()
+    """Those that a worker could not fill."""
     sessions: tuple[SessionId, ...] = ()
     """What ends with the load, if the request did not outlive it."""
 

@@ -20,6 +20,7 @@ No hook waits for the server, except that all lookups of one step together may w
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lmcache_connector.config import ConnectorConfig
@@ -142,7 +143,6 @@ class SchedulerHalf:
         sessions = tuple(session_id(request.request_id, attempt) for attempt in range(state.attempts))
         loading = self._loading.get(request.request_id)
         if loading is not None:
-            self.stats.add(aborted_loads=1)
             loading.sessions = sessions
         else:
             self._end(state.attachment, sessions)
@@ -153,18 +153,25 @@ class SchedulerHalf:
         """What the workers do around the step `output`."""
         self._patience = PATIENCE
         loads, self._loads = self._loads, []
-        stores, idle = tuple(self._stores(output)), not output.num_scheduled_tokens
+        # What is computed behind a load that this step itself does may turn out wrong, whoever computes it.
+        trusted = self._config.settings.load_async or not loads
+        stores = tuple(self._stores(output)) if trusted else ()
         if stores:
             self._reset.planned()
+        plan = StepPlan(tuple(loads), stores, idle=not output.num_scheduled_tokens)
         if not self._config.query_blocks:
-            return StepPlan(tuple(loads), stores, idle)
-        return StepPlan(tuple(loads), stores, idle, tuple(self._queries(output)), over(output))
+            return plan
+        queries = tuple(self._queries(output)) if trusted else ()
+        return replace(plan, queries=queries, over=over(output))
 
     def done(self, output: "KVConnectorOutput") -> None:
         """The workers' report on a step."""
         outcome = output.kv_connector_worker_meta
         assert outcome is None or isinstance(outcome, StepOutcome)
         loaded = outcome.loaded if outcome is not None else frozenset()
+        if output.invalid_block_ids:  # of several ranks one may fail before the others are done
+            for loading in self._loading.values():
+                loading.missing |= loading.blocks & output.invalid_block_ids
         for request_id in (output.finished_recving or set()) | loaded:
             self._loaded(request_id, output)
         for request_id, stored in (outcome.stored if outcome is not None else {}).items():
@@ -179,7 +186,8 @@ class SchedulerHalf:
 
         From then on no request is promised, and none stores, KV that is older: answers to earlier lookups are given
         back, and a request that has computed or loaded something stores nothing until it is computed anew. Only a load
-        that was promised before is carried out.
+        that was promised before is carried out. What the engine keeps in its own cache is the engine's: where vLLM says
+        that it could not reset that, later requests may store what they hit there.
         """
         attachment = self.link.attachment
         try:
@@ -309,9 +317,9 @@ class SchedulerHalf:
         self._release(loading.attachment, loading.lease)
         self._end(loading.attachment, loading.sessions)
         state = self._requests.get(request_id)
-        missing = loading.blocks & output.invalid_block_ids
-        failed = request_id in output.failed_recving or bool(missing)
-        self.stats.add(failed_loads=failed, failed_blocks=len(missing))
+        failed = request_id in output.failed_recving or bool(loading.missing)
+        aborted = state is None and not failed and self._config.settings.load_async
+        self.stats.add(failed_loads=failed, failed_blocks=len(loading.missing), aborted_loads=aborted)
         if state is not None and failed:
             state.failed = True
             state.store.forget()
@@ -364,6 +372,7 @@ class SchedulerHalf:
                     state.packed.first(chunks * chunk_size, request.all_token_ids),
                     identity.salt,
                     identity.extras(chunk_size),
+                    chunk_size,
                     tables,
                     first,
                 )

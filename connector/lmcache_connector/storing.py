@@ -14,19 +14,11 @@ from lmcache_connector.health import ServerLink
 from lmcache_connector.identity import session_id
 from lmcache_connector.layout import chunk_pieces
 from lmcache_connector.metadata import StoreJob
+from lmcache_connector.publishing import end, publish
 from lmcache_connector.stats import Recorder
 from lmcache_sdk.attachment import Attachment
 from lmcache_sdk.errors import LMCacheSDKError
-from lmcache_server.protocol.messages import (
-    Commit,
-    CommitReply,
-    CommittedChunks,
-    End,
-    Prompt,
-    Reserve,
-    Reserved,
-    ReserveReply,
-)
+from lmcache_server.protocol.messages import Prompt, Reserved
 
 __all__ = ["Storer"]
 
@@ -49,34 +41,34 @@ class Storer:
         """
         stored = dict.fromkeys((job.request_id for job in jobs), 0)
         attachment = self._link.attachment
-        if attachment is None or not jobs:
+        if attachment is None:
+            return stored
+        jobs = [job for job in jobs if job.chunk_size == attachment.hello.chunk_size]  # else planned for another server
+        if not jobs:
             return stored
         try:
             stored |= self._store(attachment, jobs)
         except LMCacheSDKError as error:
             self._link.lost(attachment, error)
-        self._end(attachment, jobs)
+        end(self._link, attachment, [session_id(job.request_id) for job in jobs])
         return stored
 
     def _store(self, attachment: Attachment, jobs: Sequence[StoreJob]) -> dict[str, int]:
         """Reserve, copy, commit; the leading chunks that each request has in the cache now."""
         started = time.perf_counter()
-        prompts = tuple(Prompt(session_id(job.request_id), job.tokens, job.salt, job.extras) for job in jobs)
-        message = Reserve(attachment.instance, prompts, tuple(job.first for job in jobs))
-        reply: ReserveReply = attachment.connection.request(message)
-        reserved = [(job, result) for job, result in zip(jobs, reply.results, strict=True) if result.reservation]
-        sealed: dict[int, set[int]] = {}
-        if reserved:
-            size = sum(self._fill(attachment, job, result) for job, result in reserved)
-            handles = tuple(result.reservation for _, result in reserved)
-            commit = Commit(attachment.instance, tuple(CommittedChunks(handle) for handle in handles))
-            committed: CommitReply = attachment.connection.request(commit)
-            sealed = {h: set(r.sealed) for h, r in zip(handles, committed.results, strict=True)}
-            if tokens := sum(map(len, sealed.values())) * attachment.hello.chunk_size:
-                self._stats.stored(tokens, size, time.perf_counter() - started)
+        filled = 0
+
+        def fill(i: int, reserved: Reserved) -> None:
+            nonlocal filled
+            filled += self._fill(attachment, jobs[i], reserved)
+
+        prompts = [Prompt(session_id(job.request_id), job.tokens, job.salt, job.extras) for job in jobs]
+        published = publish(attachment, prompts, [job.first for job in jobs], fill)
+        if tokens := sum(len(sealed) for _, sealed in published) * attachment.hello.chunk_size:
+            self._stats.stored(tokens, filled, time.perf_counter() - started)
         return {
-            job.request_id: _prefix(result.resident, sealed.get(result.reservation, set()))
-            for job, result in zip(jobs, reply.results, strict=True)
+            job.request_id: _prefix(reserved.resident, sealed)
+            for job, (reserved, sealed) in zip(jobs, published, strict=True)
         }
 
     def _fill(self, attachment: Attachment, job: StoreJob, reserved: Reserved) -> int:
@@ -95,18 +87,8 @@ class Storer:
         attachment.transfer.flush(reserved, slots)
         return sum(len(slot) for slot in slots)
 
-    def _end(self, attachment: Attachment, jobs: Sequence[StoreJob]) -> None:
-        """These attempts are over, now: an idle engine takes no further step.
 
-        Whatever they still reserve (nothing, unless a copy failed) is aborted with them.
-        """
-        try:
-            attachment.connection.submit(End(attachment.instance, tuple(session_id(job.request_id) for job in jobs)))
-        except LMCacheSDKError as error:
-            self._link.lost(attachment, error)
-
-
-def _prefix(resident: int, sealed: set[int]) -> int:
+def _prefix(resident: int, sealed: frozenset[int]) -> int:
     """How many leading chunks are there, if the first `resident` are and the `sealed` ones besides."""
     while resident in sealed:
         resident += 1

@@ -45,6 +45,8 @@ class StoreTracker:
         self.stored = 0
         self._asked = 0
         self._under_way = 0
+        self._stale = 0
+        """Answers to come that are older than the last `forget`."""
         self._pause = 0
         self._wait = 0
 
@@ -64,6 +66,9 @@ class StoreTracker:
 
     def report(self, stored: int) -> None:
         """One answer: the first `stored` chunks are in the cache."""
+        if self._stale:
+            self._stale -= 1
+            return
         self._under_way = max(0, self._under_way - 1)
         if stored > self.stored:
             self._pause = 0
@@ -73,7 +78,9 @@ class StoreTracker:
         self._wait = self._pause
 
     def forget(self) -> None:
-        """The cache was lost: nothing is stored any more."""
+        """The cache was lost: nothing is stored any more, whatever answers to earlier questions will say."""
+        self._stale += self._under_way
+        self._under_way = 0
         self.stored = self._asked = self._pause = self._wait = 0
 
     def _waits(self) -> bool:

@@ -10,11 +10,14 @@ A server that does not answer costs its deadline once; then the link is down and
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.gpu_connector import Copier
 from lmcache_connector.health import ServerLink, attacher
 from lmcache_connector.loading import Finished, Loader
 from lmcache_connector.metadata import StepOutcome, StepPlan
+from lmcache_connector.page_lock import PageLock
 from lmcache_connector.stats import Recorder
 from lmcache_connector.storing import Storer
 from lmcache_sdk.attachment import Attachment
@@ -28,10 +31,11 @@ logger = logging.getLogger(f"vllm.{__name__}")
 class WorkerHalf:
     """Lives in a worker of the engine; called from its thread only."""
 
-    def __init__(self, config: ConnectorConfig, rank: int, copiers: Sequence[Copier]) -> None:
-        """`copiers` are those of the layout's groups, in order."""
+    def __init__(self, config: ConnectorConfig, rank: int, copiers: Sequence[Copier], device: torch.device) -> None:
+        """`copiers` are those of the layout's groups, in order, for pages on `device`."""
         self._asynchronous = config.settings.load_async
         self._copiers = copiers
+        self._page_lock = PageLock(device)
         shard, replica = divmod(rank, config.shape.replicas)
         self._stores = replica == 0
         self.stats = Recorder(first=rank == 0)
@@ -47,8 +51,7 @@ class WorkerHalf:
         attachment = self._register(connection)
         memory = attachment.transfer.memory
         if memory is not None:
-            for copier in self._copiers:
-                copier.page_lock(memory)
+            self._page_lock.lock(memory)
         return attachment
 
     def close(self) -> None:

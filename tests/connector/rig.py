@@ -71,6 +71,12 @@ def rig_config(
     return ConnectorConfig(**(facts | changes))
 
 
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random tokens."""
+    tokens: list[int] = torch.randint(0, 2**31, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return tokens
+
+
 @dataclass(eq=False)
 class Served:
     """A request in the rig's engine: its blocks by group, and how it was computed."""
@@ -121,7 +127,7 @@ class Rig:
         copiers = [
             StagedCopier(own, group, size) for own, group, size in zip(pages, self.groups, self.sizes, strict=True)
         ]
-        return Rank(WorkerHalf(self.config, rank, copiers), memory, pages)
+        return Rank(WorkerHalf(self.config, rank, copiers, torch.device("cpu")), memory, pages)
 
     @property
     def worker(self) -> WorkerHalf:

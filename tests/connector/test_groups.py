@@ -1,14 +1,15 @@
 """Models with several block tables, and engines with several ranks: every part of a chunk, or no hit at all."""
 
+import dataclasses
+import threading
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 import pytest
-import torch
 
 from lmcache_connector.metadata import NULL_BLOCK, StepOutcome
-from tests.connector.rig import Rig, rig_config
+from tests.connector.rig import Rig, prompt, rig_config
 from tests.servers import CacheServer, running_server
 
 pytestmark = pytest.mark.process
@@ -52,10 +53,6 @@ def rig_of(server: CacheServer, model: str) -> Iterator[RigOf]:
 def objects(server: CacheServer) -> int:
     count: int = server.status()["storage_manager"]["l1_manager"]["total_object_count"]
     return count
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 2**31, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -169,6 +166,63 @@ def test_one_rank_that_fails_makes_the_request_be_computed(rig_of: RigOf) -> Non
     assert output.finished_recving == {"warm"}
     assert rig.matched(served) == 0
     rig.finish(served)
+
+
+def test_a_rank_that_fails_before_another_is_done_is_not_forgotten(rig_of: RigOf) -> None:
+    rig = rig_of(shards=2)
+    rig.serve("cold", prompt(64))
+    served = rig.arrive("warm", prompt(64))
+    rig.allocate(served, rig.matched(served))
+    hold = threading.Event()
+    (copier,) = rig.ranks[0].half._copiers
+    scatter = copier.scatter
+
+    def slow(*copies: Any) -> None:
+        hold.wait(10)
+        scatter(*copies)
+
+    copier.scatter = slow  # type: ignore[method-assign]
+    rig.ranks[1].half.link.attachment = None
+    plan = rig.plan({})
+    for rank in rig.ranks:
+        rank.half.load(plan)
+    early = rig.collect()
+    while not early.invalid_block_ids:
+        early = rig.collect()
+    rig.scheduler.done(early)
+    assert not early.finished_recving
+    hold.set()
+    late = rig.collect()
+    while not late.finished_recving:
+        late = rig.collect()
+    rig.scheduler.done(late)
+    assert late.invalid_block_ids == set()
+    assert rig.matched(served) == 0, "after one failure the request is computed"
+    rig.finish(served)
+
+
+def test_behind_a_window_nothing_is_computed_again_from_the_middle(rig_of: RigOf) -> None:
+    rig = rig_of(windows=(24,))
+    rig.serve("cold", prompt(100))
+    served = rig.arrive("warm", prompt(100))
+    rig.allocate(served, rig.matched(served))
+    rig.worker.link.attachment = None
+    output = rig.step({})
+    assert (output.failed_recving, output.invalid_block_ids) == ({"warm"}, set())
+    rig.finish(served)
+
+
+def test_what_was_planned_for_chunks_of_another_size_is_not_stored(rig_of: RigOf) -> None:
+    rig = rig_of()
+    served = rig.arrive("r", prompt(64))
+    rig.allocate(served, rig.matched(served))
+    plan = rig.plan({served: 64})
+    rig.compute(served, 0, 64)
+    (job,) = plan.stores
+    other = dataclasses.replace(plan, stores=(dataclasses.replace(job, chunk_size=32),))
+    assert rig.report(other).kv_connector_worker_meta == StepOutcome({"r": 0})
+    rig.finish(served)
+    assert rig.matched(rig.arrive("again", prompt(64))) == 0
 
 
 def test_with_several_tables_a_failed_load_is_told_by_its_request(rig_of: RigOf) -> None:

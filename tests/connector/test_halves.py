@@ -13,7 +13,7 @@ import torch
 
 from lmcache_connector.metadata import StepOutcome
 from lmcache_connector.scheduler import PATIENCE
-from tests.connector.rig import Rig, rig_config
+from tests.connector.rig import Rig, prompt, rig_config
 from tests.servers import CacheServer, running_server
 
 pytestmark = pytest.mark.process
@@ -38,10 +38,6 @@ def rig(server: CacheServer, model: str) -> Iterator[Rig]:
     with Rig(rig_config(server.url, model=model)) as made:
         yield made
     server.quiet()
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 2**31, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 # --- what is stored and loaded ---------------------------------------------------------------------------------------

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from lmcache_connector import loading
-from lmcache_connector.metadata import StepPlan
+from lmcache_connector.metadata import StepOutcome, StepPlan
 from lmcache_connector.worker import WorkerHalf
-from tests.connector.rig import Rig, Served, rig_config
-from tests.connector.test_groups import prompt
+from tests.connector.rig import Rig, Served, prompt, rig_config
 from tests.servers import CacheServer, running_server
 
 pytestmark = pytest.mark.process
@@ -187,6 +186,31 @@ def test_a_failed_load_before_the_step_lists_its_blocks_in_the_same_step(server:
         rig.finish(served)
 
 
+def test_nothing_is_stored_in_a_step_that_loads_by_itself(server: CacheServer) -> None:
+    """What a failed load is discovered behind is computed anew, but only after the step, and after its stores."""
+    with loading_rig(server, "unsure", load_async=False) as rig:
+        rig.serve("cold", prompt(64))
+        longer, other = [*prompt(64), *prompt(40, 1)], prompt(40, 2)
+        served, neighbour = rig.arrive("warm", longer), rig.arrive("neighbour", other)
+        rig.allocate(neighbour, rig.matched(neighbour))
+        rig.allocate(served, rig.matched(served))
+        served.request.num_computed_tokens = 64
+        rig.worker.link.attachment = None
+        plan = rig.plan({served: 40, neighbour: 40})
+        assert (len(plan.loads), plan.stores) == (1, ())
+        assert rig.report(plan).invalid_block_ids == set(served.blocks[:4])
+        served.request.num_computed_tokens = 0  # as vLLM does it then
+        rig.compute(neighbour, 0, 40)
+        neighbour.request.num_computed_tokens = 40
+        neighbour.request.append_output_token_ids(7)
+        assert eventually_attached(rig.worker)
+        outcome = rig.step({served: 104, neighbour: 1}).kv_connector_worker_meta
+        assert outcome == StepOutcome({"warm": 6, "neighbour": 2})
+        rig.finish(served)
+        rig.finish(neighbour)
+        assert rig.serve("again", longer).external == 96
+
+
 def test_closing_waits_for_the_copy_that_runs_and_begins_no_other(server: CacheServer) -> None:
     rig = loading_rig(server, "closing", load_concurrency=1)
     rig.serve("cold", prompt(64))
@@ -199,6 +223,13 @@ def test_closing_waits_for_the_copy_that_runs_and_begins_no_other(server: CacheS
     assert len(copies) == 1
     assert batch
     server.quiet()
+
+
+def eventually_attached(worker: WorkerHalf, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while worker.link.attachment is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return worker.link.attachment is not None
 
 
 def eventually_finished(worker: WorkerHalf, seconds: float = 5.0) -> loading.Finished:

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
-import torch
 
 from lmcache_connector.metadata import StepOutcome
 from lmcache_sdk.attachment import Attachment
-from tests.connector.rig import Rig, rig_config
+from tests.connector.rig import Rig, prompt, rig_config
 from tests.servers import CacheServer, running_server
 
 pytestmark = pytest.mark.process
@@ -37,10 +36,6 @@ def hanging(server: CacheServer) -> Iterator[None]:
         yield
     finally:
         os.kill(server.pid, signal.SIGCONT)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 2**31, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def links(rig: Rig) -> list[Attachment | None]:
@@ -127,6 +122,25 @@ def test_a_store_that_is_never_answered_delays_one_step_and_is_made_up_for(rig: 
     rig.finish(served)
     assert rig.serve("warm", prompt(40)).external == 32
     server.quiet()
+
+
+def test_a_load_that_is_never_answered_is_over_at_its_deadline_and_writes_nothing_later() -> None:
+    with running_server(shared_memory=False) as server, Rig(rig_config(server.url)) as rig:
+        rig.serve("cold", prompt(64))
+        served = rig.arrive("warm", prompt(64))
+        rig.allocate(served, rig.matched(served))
+        plan = rig.plan({})
+        with hanging(server):
+            started = time.monotonic()
+            output = rig.report(plan)
+            assert time.monotonic() - started < 2 * rig.config.settings.timeout
+            assert output.invalid_block_ids == set(served.blocks[:4])
+            before = rig.memory.clone()
+        wait_for_link(rig)
+        assert bool((rig.memory == before).all()), "an answer that came too late was dropped"
+        assert rig.matched(served) == 0
+        rig.finish(served)
+        server.quiet()
 
 
 def test_stores_and_loads_resume_after_every_restart(rig: Rig, server: CacheServer) -> None:

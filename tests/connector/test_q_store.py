@@ -11,7 +11,7 @@ import torch
 import lmcache_sdk
 from lmcache_server.protocol.messages import Clear
 from tests.connector.q_rig import HEADS, QueryRig
-from tests.connector.rig import Served, rig_config
+from tests.connector.rig import Served, prompt, rig_config
 from tests.servers import CacheServer, running_server
 
 pytestmark = pytest.mark.process
@@ -50,10 +50,6 @@ def assert_drained(rig: QueryRig) -> None:
     rig.step({})
     assert [store.ring.free for store in rig.stores] == [store.ring.blocks for store in rig.stores]
     assert [store._rows for store in rig.stores] == [{} for _ in rig.stores]
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 2**31, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def cached(server: CacheServer, rig: QueryRig, tokens: list[int], salt: str = "") -> torch.Tensor | None:

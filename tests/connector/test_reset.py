@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from lmcache_connector.reset import ResetProgress
-from tests.connector.rig import Rig, rig_config
+from tests.connector.rig import Rig, prompt, rig_config
 from tests.servers import CacheServer, running_server
 
 
@@ -67,10 +66,6 @@ def rig(server: CacheServer) -> Iterator[Rig]:
         assert made.scheduler.clear()
         yield made
     server.quiet()
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 2**31, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.mark.process

@@ -238,12 +238,17 @@ def test_hits_that_are_not_loaded_loads_that_are_aborted_or_fail_and_bypasses_ar
         rig.allocate(aborted, rig.matched(aborted))
         plan = rig.plan({})
         rig.scheduler.finished(aborted.request)
+        rig.report(plan)
+        asked = {"lookup_seconds": 1, "asked_tokens": 64, "hit_tokens": 64}
+        assert counts(rig.scheduler.stats.take()) == {**asked, "aborted_loads": 1}
+
+        failed = rig.arrive("failed", range(64))
+        rig.allocate(failed, rig.matched(failed))
+        plan = rig.plan({})
         (job,) = plan.loads
         rig.report(dataclasses.replace(plan, loads=(dataclasses.replace(job, incarnation=job.incarnation + 1),)))
-        assert counts(rig.scheduler.stats.take()) == {
-            "lookup_seconds": 1, "asked_tokens": 64, "hit_tokens": 64, "aborted_loads": 1, "failed_loads": 1,
-            "failed_blocks": 8,
-        }  # fmt: skip
+        assert counts(rig.scheduler.stats.take()) == {**asked, "failed_loads": 1, "failed_blocks": 8}
+        rig.finish(failed)
 
         rig.scheduler.finished(rig.arrive("bypass", range(64), cache_salt="a/b").request)
         assert counts(rig.scheduler.stats.take()) == {"bypassed_requests": 1}

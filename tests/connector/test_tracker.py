@@ -9,6 +9,17 @@ from lmcache_connector.tracker import MAX_PAUSE, PackedTokens, StoreTracker, ext
 tokens = st.integers(0, 5000)
 
 
+def test_an_answer_to_a_question_from_before_the_loss_counts_for_nothing() -> None:
+    tracker = StoreTracker()
+    assert tracker.ask(4)
+    tracker.forget()
+    tracker.report(4)
+    assert tracker.stored == 0
+    assert tracker.ask(4)
+    tracker.report(4)
+    assert tracker.stored == 4
+
+
 def test_a_full_hit_leaves_the_last_token_to_the_engine() -> None:
     assert external_tokens(hit=64, total=64, local=0) == 63
     assert external_tokens(hit=64, total=65, local=0) == 64

@@ -41,7 +41,7 @@ def test_requests_that_wait_for_blocks_are_stored_without_a_hole_and_loaded_whol
     assert all(same_answer(a, b) for a, b in zip(warm, cold, strict=True))
 
 
-def test_f40_what_preempted_requests_stored_is_right_and_what_they_are_promised_possible(watched: Watched) -> None:
+def test_what_preempted_requests_stored_is_right_and_what_they_are_promised_possible(watched: Watched) -> None:
     prompts = [prompt_of(3 * SIZE + 25, 100 + seed) for seed in range(4)]
     alone = [watched.complete(prompt, max_tokens=24) for prompt in prompts]
     watched.forget()

@@ -127,6 +127,15 @@ def test_other_lines_of_an_event_stream_are_no_tokens(ask: Ask) -> None:
         assert ask(engine.url) == [TokenEvent(1, "<1>")]
 
 
+@pytest.mark.parametrize("size", [1, 7, 10**6])
+def test_a_token_may_be_what_unicode_calls_the_end_of_a_line(ask: Ask, size: int) -> None:
+    texts = ["\x85", "\u2028", "\u2029\x0b\x0c", "e\u0301"]
+    answer = b"".join(token(i, text).replace(json.dumps(text).encode(), json.dumps(text, ensure_ascii=False).encode())
+                      for i, text in enumerate(texts)) + DONE.replace(b"\n", b"\r\n")  # fmt: skip
+    with SseEngine(says(*(answer[i : i + size] for i in range(0, len(answer), size)))) as engine:
+        assert [event.text for event in ask(engine.url)] == texts
+
+
 def test_several_tokens_of_one_event_share_its_text(ask: Ask) -> None:
     several = choice("ab", {"tokens": ["token_id:1", "token_id:2"]})
     with SseEngine(says(several, choice("", {"tokens": ["token_id:3"]}), DONE)) as engine:
