@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 INTEROP := .venv-interop
 # Two files of tests at a time: most of a test's time is waiting for a process to start or a deadline to pass.
 PARALLEL := -n 2 --dist loadfile
+# One thread per engine: idle ones would spin for the cores that others need.
+test: export OMP_NUM_THREADS := 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1

@@ -136,6 +136,7 @@ def test_the_log_line_says_tokens_speed_hit_rate_and_latency_once_per_interval()
 
 
 def test_prometheus_shows_every_metric_with_the_engines_label() -> None:
+    forget_metrics()  # of an engine that ran in this process
     labels = {0: ["a/model", "0"], 1: ["a/model", "1"]}
     prom = CacheProm(
         _Config(), {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["model_name", "engine"], labels
@@ -154,8 +155,13 @@ def test_prometheus_shows_every_metric_with_the_engines_label() -> None:
             assert REGISTRY.get_sample_value(name, others) == 0
         assert REGISTRY.get_sample_value(PREFIX + "load_duration_seconds_sum", mine) == 0.022
     finally:
-        for collector in {REGISTRY._names_to_collectors[PREFIX + metric.name] for metric in METRICS}:
-            REGISTRY.unregister(collector)
+        forget_metrics()
+
+
+def forget_metrics() -> None:
+    names = {name for name in REGISTRY._names_to_collectors if name.startswith(PREFIX)}
+    for collector in {REGISTRY._names_to_collectors[name] for name in names}:
+        REGISTRY.unregister(collector)
 
 
 class _Config:

@@ -189,7 +189,7 @@ print(found)
 """
 
 _AS_NOBODY_SERVER = """
-import encodings.idna, os, sys
+import encodings.idna, os, sys, uvloop
 import lmcache_server.app, uvicorn.lifespan.off, uvicorn.protocols.http.h11_impl
 from lmcache_server.cli.main import main
 os.setgroups([]); os.setgid(65534); os.setuid(65534)

@@ -62,6 +62,11 @@ CHECKED = {
         st.builds(CacheLayout, st.lists(GROUPS, min_size=1, max_size=3).map(tuple)),
         st.integers(1, 4096),
     ),
+    Reserve: st.builds(
+        lambda prompt, first: Reserve(7, (prompt,), (first,)),
+        st.deferred(lambda: CHECKED[Prompt]),
+        st.integers(0, 9),
+    ),
     Acquire: st.builds(
         lambda prompt, first: Acquire(7, (prompt,), (first,)),
         st.deferred(lambda: CHECKED[Prompt]),
