@@ -37,5 +37,6 @@ METRICS = (
     Metric("failed_blocks_total", "counter", "Blocks that were to be loaded and were not", "failed_blocks"),
     Metric("skipped_loads_total", "counter", "Hits of which nothing was loaded", "skipped_loads"),
     Metric("aborted_loads_total", "counter", "Loads whose request ended before they did", "aborted_loads"),
+    Metric("skipped_queries_total", "counter", "Requests whose queries the ring had no room for", "skipped_queries"),
     Metric("bypassed_requests_total", "counter", "Requests that the cache cannot be used for", "bypassed_requests"),
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmcache_connector.versions import check_vllm, warn_if_untested
+from lmcache_connector.versions import check_vllm, warn_if_untested, warn_of_faults
 
 check_vllm()  # before anything is taken from vLLM that another version may not have
 
@@ -58,6 +58,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             warn_if_untested()
+            warn_of_faults(vllm_config)
         self._config = read_config(vllm_config, kv_cache_config)
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
@@ -119,7 +120,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         device = next(iter(kv_caches.values())).device
         self._worker_half = WorkerHalf(self._config, self._vllm_config.parallel_config.rank, copiers, device)
         if self._config.query_blocks:
-            self.query_store = make_query_store(self._vllm_config, self._config, device)
+            self.query_store = make_query_store(self._vllm_config, self._config, device, self._worker_half.stats)
 
     def bind_connector_metadata(self, connector_metadata: "KVConnectorMetadata") -> None:
         """A step begins; of a worker's hooks the only one that vLLM always calls before the forward pass."""

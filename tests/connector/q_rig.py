@@ -14,6 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.q_capture import cached_layers
 from lmcache_connector.q_store import QueryStore
+from lmcache_connector.stats import Recorder
 from lmcache_server.protocol.layout import CacheLayout, KernelGroup
 from tests.connector.rig import Rig, Served
 
@@ -57,7 +58,7 @@ class QueryRig(Rig):
             {name: Attention() for name in self.layers} for _ in self.ranks
         ]
         self.stores = [
-            QueryStore(config, rank, CacheLayout((group,)), modules, torch.device("cpu"))
+            QueryStore(config, rank, CacheLayout((group,)), modules, torch.device("cpu"), Recorder(first=rank == 0))
             for rank, modules in enumerate(self.modules)
         ]
         self.random = random.Random(0)

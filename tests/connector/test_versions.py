@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_connector.mp_connector import LMCacheMPConnector
-from lmcache_connector.versions import HOOKS, TESTED, check_vllm, untested_version, warn_if_untested
+from lmcache_connector.versions import (
+    HOOKS,
+    TESTED,
+    check_vllm,
+    untested_version,
+    warn_if_untested,
+    warn_of_faults,
+)
 
 
 def test_this_version_is_in_the_table_of_those_that_the_tests_have_passed_with() -> None:
@@ -76,3 +84,16 @@ def test_a_vllm_that_lacks_what_we_rely_on_is_refused_at_the_start_by_the_name_o
     )
     with pytest.raises(ValueError, match=rf"does not work with vLLM {vllm.__version__}.*{words}.*{TESTED[0]}"):
         KVConnectorFactory.get_connector_class(chosen)
+
+
+@pytest.mark.parametrize(("device", "adapters", "warned"), [("cpu", True, 1), ("cuda", True, 0), ("cpu", False, 0)])
+def test_adapters_on_a_cpu_are_warned_of(
+    caplog: pytest.LogCaptureFixture, device: str, adapters: bool, warned: int
+) -> None:
+    config = SimpleNamespace(
+        lora_config=SimpleNamespace(max_loras=2) if adapters else None,
+        device_config=SimpleNamespace(device_type=device),
+    )
+    with caplog.at_level("WARNING", logger="vllm"):
+        warn_of_faults(config)
+    assert caplog.text.count("raise --max-loras to one more") == warned
