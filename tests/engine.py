@@ -13,6 +13,7 @@ sees and to survive kills; use the in-process engine to look at the connector an
 
 import gc
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,13 +68,14 @@ class InProcessEngine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        self.llm = LLM(
-            model=str(model),
-            dtype=weights_dtype(model),
-            enforce_eager=True,
-            kv_transfer_config=KVTransferConfig(**connector) if connector is not None else None,
-            **{"max_model_len": 4096, "max_num_seqs": 16, "disable_log_stats": True, **options},
-        )
+        with _hidden("llvmlite"):
+            self.llm = LLM(
+                model=str(model),
+                dtype=weights_dtype(model),
+                enforce_eager=True,
+                kv_transfer_config=KVTransferConfig(**connector) if connector is not None else None,
+                **{"max_model_len": 4096, "max_num_seqs": 16, "disable_log_stats": True, **options},
+            )
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
         self.complete(WARM_UP)
 
@@ -157,6 +159,18 @@ def in_process_engine(
             yield engine
         finally:
             engine.close()
+
+
+@contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Without the package's modules: vLLM, when it starts, looks into whatever is imported, and llvmlite (which its
+    n-gram speculation has imported) does not bear that.
+    """
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == package}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
 
 
 @contextmanager

@@ -126,14 +126,14 @@ def test_what_the_mix_stored_is_what_transformers_computes(case: Case) -> None:
     url = (case.watched.server.url, case.watched.server.http_url, str(case.engine.model))
     checked = longest = 0
     with kvcache.connect(*url, timeout=10) as cache:
-        for i, asked in list(enumerate(REQUESTS))[::20]:
+        for i, asked in list(enumerate(REQUESTS))[::4]:
             tokens = [*asked.prompt, *(case.oracle[i].tokens if i in case.oracle else ())]
             kv = cache.retrieve(tokens, cache_salt=asked.salt)
             if kv is not None:
                 same_as_reference(case, kv, tokens)
                 checked += 1
                 longest = max(longest, kv.shape[2] - len(asked.prompt))
-    assert checked > 6
+    assert checked > 30
     assert (longest > 0) == case.watched.scheduler_half._config.settings.save_decode_cache
 
 
