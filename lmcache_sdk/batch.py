@@ -151,6 +151,8 @@ class LMCacheBatchedStream:
                 bar.step()
         finally:
             pool.shutdown(cancel_futures=True)
+        # In the order of the streams, not in that in which they happened to fail.
+        self.failures = {name: self.failures[name] for name in self.request_streams if name in self.failures}
         if self.failures:
             first, reason = next(iter(self.failures.items()))
             logger.warning("%s: %d of %d streams failed; %s: %s", label, len(self.failures), len(self), first, reason)
