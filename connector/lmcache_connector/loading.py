@@ -1,6 +1,7 @@
 """Loads: from the slots that the scheduler half has leased to the engine's blocks.
 
-    start     copies on threads of its own (or at once, by option), beside the engine's forward passes
+    start     copies on threads of its own, beside the engine's forward passes; or at once, by option and where there
+              is nothing to be beside: the engine's thread has the cores then, which its idle helpers would spin on
     finished  which requests' loads are over, and what of them did not arrive
 
 A load is over when nothing will write to its blocks any more, good or bad: only then is it reported, so its blocks may
@@ -69,8 +70,8 @@ class Loader:
         self._finished = Finished()
         self._under_way = 0
 
-    def start(self, jobs: Sequence[LoadJob]) -> None:
-        """Begin these loads; without threads they are over when this returns."""
+    def start(self, jobs: Sequence[LoadJob], *, idle: bool = False) -> None:
+        """Begin these loads; without threads, or in an `idle` engine, they are over when this returns."""
         if not jobs:
             return
         deadline = time.monotonic() + self._config.settings.load_timeout
@@ -78,7 +79,7 @@ class Loader:
         for job in jobs:
             with self._change:
                 self._under_way += 1
-            if self._pool is None:
+            if self._pool is None or idle:
                 self._run(job, deadline, fences)
             else:
                 self._pool.submit(self._run, job, deadline, fences)

@@ -62,7 +62,7 @@ class WorkerHalf:
     def load(self, plan: StepPlan) -> None:
         """Begin the loads of the plan."""
         self._plan = plan
-        self.loader.start(plan.loads)
+        self.loader.start(plan.loads, idle=plan.idle)
 
     def store(self, plan: StepPlan) -> None:
         """Do the stores of the plan."""

@@ -183,7 +183,7 @@ def test_a_rank_that_fails_before_another_is_done_is_not_forgotten(rig_of: RigOf
 
     copier.scatter = slow  # type: ignore[method-assign]
     rig.ranks[1].half.link.attachment = None
-    plan = rig.plan({})
+    plan = dataclasses.replace(rig.plan({}), idle=False)
     for rank in rig.ranks:
         rank.half.load(plan)
     early = rig.collect()

@@ -1,5 +1,6 @@
 """Loads: beside other work or before it, several at a time, and over by their deadline, whatever the server does."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,11 @@ def waiting(rig: Rig, request_id: str, length: int = 64, seed: int = 0) -> Serve
     return served
 
 
+def busy(rig: Rig) -> StepPlan:
+    """The plan of a step that also computes something."""
+    return dataclasses.replace(rig.plan({}), idle=False)
+
+
 def slowed(worker: WorkerHalf, before: Callable[[], None]) -> None:
     """Do something before each copy to the pages."""
     (copier,) = worker._copiers
@@ -50,7 +56,7 @@ def test_a_step_does_not_wait_for_the_loads_that_it_begins(server: CacheServer) 
         rig.serve("cold", prompt(64))
         served, hold = waiting(rig, "warm"), threading.Event()
         slowed(rig.worker, lambda: hold.wait(10) and None)
-        rig.worker.load(rig.plan({}))
+        rig.worker.load(busy(rig))
         assert rig.worker.take_finished().requests == set()
         hold.set()
         finished = eventually_finished(rig.worker)
@@ -76,7 +82,7 @@ def test_at_most_so_many_loads_run_at_a_time(server: CacheServer) -> None:
                 running -= 1
 
         slowed(rig.worker, count)
-        assert rig.step({}).finished_recving == {f"warm {i}" for i in range(4)}
+        assert rig.report(busy(rig)).finished_recving == {f"warm {i}" for i in range(4)}
         assert most == 2
         for served in batch:
             rig.finish(served)
@@ -86,11 +92,11 @@ def test_a_load_is_over_at_its_deadline_and_what_is_missing_is_listed(
     server: CacheServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "SLICE_BYTES", 1)  # one chunk at a time
-    with loading_rig(server, "late", load_timeout=0.2) as rig:
+    with loading_rig(server, "late", load_timeout=0.8) as rig:
         rig.serve("cold", prompt(96))
         served = waiting(rig, "warm", 96)
-        slowed(rig.worker, lambda: time.sleep(0.15))
-        output = rig.step({})
+        slowed(rig.worker, lambda: time.sleep(0.5))
+        output = rig.report(busy(rig))
         assert output.finished_recving == {"warm"}
         assert output.invalid_block_ids == set(served.blocks[2:6]), "the two slices begun in time arrived"
         served.request.num_computed_tokens = 32
@@ -105,7 +111,7 @@ def test_nothing_is_written_after_a_load_was_reported(server: CacheServer, monke
         rig.serve("cold", prompt(96))
         served = waiting(rig, "warm", 96)
         slowed(rig.worker, lambda: time.sleep(0.15))
-        rig.step({})
+        rig.report(busy(rig))
         before = rig.memory.clone()
         time.sleep(0.4)
         assert bool((rig.memory == before).all())
@@ -117,7 +123,7 @@ def test_a_load_that_waits_for_others_too_long_is_not_begun(server: CacheServer)
         rig.serve("cold", prompt(64))
         batch = [waiting(rig, f"warm {i}") for i in range(2)]
         slowed(rig.worker, lambda: time.sleep(0.3))
-        output = rig.step({})
+        output = rig.report(busy(rig))
         assert output.invalid_block_ids == set(batch[1].blocks[:4])
         for served in batch:
             rig.finish(served)
@@ -135,24 +141,36 @@ def test_a_fault_in_a_copy_fails_its_load_and_the_next_one_works(server: CacheSe
 
         copier.scatter = broken  # type: ignore[method-assign]
         served = waiting(rig, "warm")
-        output = rig.step({})
+        output = rig.report(busy(rig))
         assert output.invalid_block_ids == set(served.blocks[:4])
         rig.finish(served)
         assert rig.serve("next", prompt(64)).external == 63
 
 
-def test_an_idle_engine_waits_a_moment_for_a_load_instead_of_spinning(server: CacheServer) -> None:
-    with loading_rig(server, "idle") as rig:
+def test_an_engine_without_other_work_waits_a_moment_for_a_load_instead_of_spinning(server: CacheServer) -> None:
+    with loading_rig(server, "waits") as rig:
         rig.serve("cold", prompt(64))
         served = waiting(rig, "warm")
         slowed(rig.worker, lambda: time.sleep(0.1))
-        plan = rig.plan({})
-        assert plan.idle
-        rig.worker.load(plan)
+        rig.worker.load(busy(rig))
+        rig.worker.load(rig.plan({}))  # the next step has nothing to do
         looks = 0
         while not rig.worker.take_finished().requests:
             looks += 1
         assert 1 <= looks <= 0.1 / loading.IDLE_WAIT + 2
+        rig.finish(served)
+
+
+def test_an_engine_without_other_work_loads_by_itself(server: CacheServer) -> None:
+    with loading_rig(server, "idle") as rig:
+        rig.serve("cold", prompt(64))
+        served, threads = waiting(rig, "warm"), []
+        slowed(rig.worker, lambda: threads.append(threading.current_thread()))
+        plan = rig.plan({})
+        assert plan.idle
+        rig.worker.load(plan)
+        assert rig.worker.take_finished().requests == {"warm"}
+        assert threads == [threading.current_thread()]
         rig.finish(served)
 
 
@@ -217,7 +235,7 @@ def test_closing_waits_for_the_copy_that_runs_and_begins_no_other(server: CacheS
     batch = [waiting(rig, f"warm {i}") for i in range(3)]
     copies = []
     slowed(rig.worker, lambda: copies.append(time.sleep(0.2)))
-    rig.worker.load(StepPlan(rig.plan({}).loads))
+    rig.worker.load(busy(rig))
     time.sleep(0.05)
     rig.close()
     assert len(copies) == 1
