@@ -19,7 +19,7 @@ No hook waits for the server, except that all lookups of one step together may w
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,13 +27,14 @@ from lmcache_connector.config import ConnectorConfig
 from lmcache_connector.events import EventFeed
 from lmcache_connector.health import ServerLink, attacher
 from lmcache_connector.identity import PromptIdentities, PromptIdentity, session_id
-from lmcache_connector.metadata import NULL_BLOCK, BlockTables, LoadJob, QueryJob, StepOutcome, StepPlan, StoreJob
+from lmcache_connector.metadata import LoadJob, QueryJob, StepOutcome, StepPlan, StoreJob
 from lmcache_connector.opt_out import read_opt_out
 from lmcache_connector.q_plan import over, query_job
 from lmcache_connector.requests import Loading, Lookup, RequestState
 from lmcache_connector.reset import ResetProgress
 from lmcache_connector.stats import Recorder
-from lmcache_connector.tracker import external_tokens, storable_chunks
+from lmcache_connector.store_plan import block_tables, first_whole_chunk, step_chunks, store_job
+from lmcache_connector.tracker import external_tokens
 from lmcache_sdk.attachment import Attachment
 from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_server.protocol.messages import Acquire, Acquired, Clear, End, Prompt, Release, SessionId
@@ -116,7 +117,7 @@ class SchedulerHalf:
             self._skip(state, lookup)
             return
         end = state.local + external
-        tables = self._tables(blocks.get_block_ids(), end)
+        tables = block_tables(self._config.shape, blocks.get_block_ids(), end)
         hello = lookup.attachment.hello
         self._loads.append(
             LoadJob(
@@ -353,43 +354,14 @@ class SchedulerHalf:
             if state is None or state.identity is None or state.opt_out.no_store or state.outdated:
                 continue
             self._use(state, attachment)
-            chunk_size = attachment.hello.chunk_size
-            request = state.request
-            chunks = storable_chunks(
-                computed=request.num_computed_tokens + scheduled,
-                known=request.num_tokens,
-                prompt=request.num_prompt_tokens,
-                chunk_size=chunk_size,
-                save_decode=self._config.settings.save_decode_cache,
-            )
+            chunk_size, shape = attachment.hello.chunk_size, self._config.shape
+            chunks = step_chunks(state, scheduled, chunk_size, self._config.settings.save_decode_cache)
             if chunks <= state.store.stored:
                 continue
-            tables = self._tables(block_state.get_block_ids(request_id) or (), chunks * chunk_size)
-            first = self._first_whole_chunk(tables, chunk_size)
+            tables = block_tables(shape, block_state.get_block_ids(request_id) or (), chunks * chunk_size)
+            first = first_whole_chunk(shape, tables, chunk_size)
             if chunks > first and state.store.ask(chunks) and (identity := self._identity(state)) is not None:
-                yield StoreJob(
-                    request_id,
-                    state.packed.first(chunks * chunk_size, request.all_token_ids),
-                    identity.salt,
-                    identity.extras(chunk_size),
-                    chunk_size,
-                    tables,
-                    first,
-                )
-
-    def _tables(self, block_ids: Sequence[Sequence[int]], tokens: int) -> BlockTables:
-        """The blocks that hold the first `tokens` tokens, of each group."""
-        sizes = {group.table: group.block_size for group in self._config.shape.groups}
-        return tuple(tuple(ids[: -(-tokens // sizes[table])]) for table, ids in enumerate(block_ids))
-
-    def _first_whole_chunk(self, tables: BlockTables, chunk_size: int) -> int:
-        """The first chunk of which all blocks are still there; only leading ones leave a sliding window."""
-        first = 0
-        for group, kernel_group in zip(self._config.shape.groups, self._config.shape.layout.groups, strict=True):
-            if kernel_group.window:
-                gone = tables[group.table].count(NULL_BLOCK)
-                first = max(first, -(-gone * group.block_size // chunk_size))
-        return first
+                yield store_job(state, identity, chunks, chunk_size, tables, first)
 
     # --- queries -------------------------------------------------------------------------------------------------
 

@@ -148,9 +148,13 @@ def test_a_prompt_is_a_hit_only_where_every_rank_has_stored_its_shard(server: Ca
 
 def test_replicas_store_once_and_all_of_them_load(server: CacheServer, model: str) -> None:
     with Rig(rig_config(server.url, model=model, replicas=2)) as rig:
+        second, asked = rig.ranks[1].half.storer, []
+        store = second.store
+        second.store = lambda jobs: (asked.append(jobs), store(jobs))[1]  # type: ignore[func-returns-value, method-assign]
         before = objects(server)
         rig.serve("cold", prompt(64))
         assert objects(server) == before + 4
+        assert asked == [], "the second rank has nothing to ask the server for"
         assert rig.serve("warm", prompt(64)).external == 63
         assert rig.invalid == set()
 
