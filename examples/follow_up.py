@@ -40,7 +40,7 @@ ENGINE_BLOCK = 128  # tokens that vLLM's own cache holds or forgets together
 # it as its suffix, and the next pass sends it along.
 
 # %%
-stream = create_request([cache], post_completion(setup.engine.url, setup.model_name, timeout=300.0), document)
+stream = create_request([cache], post_completion(setup.engine.url, setup.model_name), document)
 prefill = stream.generate({**sampling, "max_tokens": 1})
 whole = wait_until_cached(cache, document)
 kept = whole // 2 // chunk * chunk

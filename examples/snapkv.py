@@ -47,7 +47,7 @@ q_ctx = running.enter_context(lmc_sdk.qcache.connect(setup.url, setup.http_url, 
 tokenizer = Tokenizer.from_file(str(setup.model / "tokenizer.json"))
 text = "".join(f"Entry {i}: the cache of request {i * 37 % 101} was kept. " for i in range(60))
 prompt = tokenizer.encode(text).ids[: 8 * kv_ctx.chunk_size + 40]
-complete = post_completion(setup.engine.url, setup.model_name, timeout=300.0)
+complete = post_completion(setup.engine.url, setup.model_name)
 stream = create_request([kv_ctx, q_ctx], complete, prompt)
 stream.generate({**SAMPLING, "max_tokens": 1})
 whole = wait_until_cached(kv_ctx, prompt)

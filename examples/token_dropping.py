@@ -27,7 +27,7 @@ SAMPLING = {"max_tokens": DECODE, "temperature": 0.0, "ignore_eos": True}
 
 setup = start("token_dropping")
 cache = lmc_sdk.kvcache.connect(setup.url, setup.http_url, setup.model_name)
-complete = post_completion(setup.engine.url, setup.model_name, timeout=300.0)
+complete = post_completion(setup.engine.url, setup.model_name)
 rng = random.Random(1)
 prompts = [rng.choices(range(256), k=CHUNKS * cache.chunk_size + TAIL) for _ in range(STREAMS)]
 
