@@ -46,7 +46,6 @@ class PromptRules:
 def prompt_rules(vllm_config: "VllmConfig") -> PromptRules:
     """The rules of an engine."""
     media = vllm_config.model_config.multimodal_config
-    # Without a use of its own for their hashes, vLLM numbers the items instead, and every start counts from 0.
     counts = (
         media is not None and not media.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching
     )
