@@ -118,9 +118,14 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Learn where the engine's pages are, and register with the server."""
         copiers = make_copiers(self._vllm_config, self._config.shape, kv_caches)
         device = next(iter(kv_caches.values())).device
-        self._worker_half = WorkerHalf(self._config, self._vllm_config.parallel_config.rank, copiers, device)
+        half = WorkerHalf(self._config, self._vllm_config.parallel_config.rank, copiers, device)
         if self._config.query_blocks:
-            self.query_store = make_query_store(self._vllm_config, self._config, device, self._worker_half.stats)
+            try:
+                self.query_store = make_query_store(self._vllm_config, self._config, device, half.stats)
+            except ValueError:
+                half.close()  # an engine that does not start leaves the server too
+                raise
+        self._worker_half = half
 
     def bind_connector_metadata(self, connector_metadata: "KVConnectorMetadata") -> None:
         """A step begins; of a worker's hooks the only one that vLLM always calls before the forward pass."""

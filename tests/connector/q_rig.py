@@ -57,10 +57,16 @@ class QueryRig(Rig):
         self.modules: list[dict[str, torch.nn.Module]] = [
             {name: Attention() for name in self.layers} for _ in self.ranks
         ]
-        self.stores = [
-            QueryStore(config, rank, CacheLayout((group,)), modules, torch.device("cpu"), Recorder(first=rank == 0))
-            for rank, modules in enumerate(self.modules)
-        ]
+        self.stores: list[QueryStore] = []
+        try:
+            for rank, modules in enumerate(self.modules):
+                stats = Recorder(first=rank == 0)
+                self.stores.append(
+                    QueryStore(config, rank, CacheLayout((group,)), modules, torch.device("cpu"), stats)
+                )
+        except ValueError:
+            self.close()
+            raise
         self.random = random.Random(0)
 
     @property
