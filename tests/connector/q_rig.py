@@ -61,9 +61,7 @@ class QueryRig(Rig):
         try:
             for rank, modules in enumerate(self.modules):
                 stats = Recorder(first=rank == 0)
-                self.stores.append(
-                    QueryStore(config, rank, CacheLayout((group,)), modules, torch.device("cpu"), stats)
-                )
+                self.stores.append(QueryStore(config, rank, CacheLayout((group,)), modules, torch.device("cpu"), stats))
         except ValueError:
             self.close()
             raise
