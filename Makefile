@@ -49,9 +49,9 @@ $(INTEROP)/.installed: requirements/interop.txt | $(VENV)/.installed
 		$(BIN)/python -c "$$where" > "$$($(INTEROP)/bin/python -c "$$where")/vllm_environment.pth"
 	@touch $@
 
-bench: install ## every benchmark against its limit; PEER=1: LMCache 0.5.6 beside it
+bench: install ## every benchmark, every budget; PEER=1: LMCache 0.5.6 beside it; GPU=1: copies and engines on CUDA
 	@$(if $(PEER),$(MAKE) --no-print-directory $(INTEROP)/.installed,:)
-	@$(BIN)/python -m benchmarks $(if $(PEER),--peer)
+	@$(BIN)/python -m benchmarks $(if $(PEER),--peer) $(if $(GPU),--gpu)
 
 lint: install ## ruff, mypy --strict, import contracts
 	@$(BIN)/ruff check .

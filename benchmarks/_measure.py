@@ -1,7 +1,7 @@
 """How everything here is measured: medians of interleaved repeats, ratios within one run, a table, then one JSON line.
 
 The machines are noisy, so a number alone says little. What is compared is run in turn (a b a b ...), each repeat gives
-one ratio, and the median ratio is reported with its quartiles.
+one ratio, and the median ratio is reported with its quartiles, which of three repeats are the lowest and the highest.
 """
 
 import json
@@ -10,7 +10,24 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        ordered = sorted(values)
+        return cls(statistics.median(ordered), _quantile(ordered, 0.25), _quantile(ordered, 0.75))
+
+    def __str__(self) -> str:
+        return f"{_number(self.median)} ({_number(self.low)}-{_number(self.high)})"
 
 
 @dataclass(frozen=True)
@@ -23,22 +40,13 @@ class Sample:
     def median(self) -> float:
         return statistics.median(self.seconds)
 
-    def over(self, other: "Sample") -> "Spread":
-        """Ratio of this to `other`, repeat by repeat."""
-        ratios = sorted(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
-        return Spread(statistics.median(ratios), _quantile(ratios, 0.25), _quantile(ratios, 0.75))
+    def ratios(self, other: "Sample") -> list[float]:
+        """This over `other`, repeat by repeat."""
+        return [a / b for a, b in zip(self.seconds, other.seconds, strict=True)]
 
-
-@dataclass(frozen=True)
-class Spread:
-    """A median ratio and its quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+    def over(self, other: "Sample") -> Spread:
+        """The spread of the ratios."""
+        return Spread.of(self.ratios(other))
 
 
 def interleaved(calls: dict[str, Callable[[], Any]], repeats: int, inner: int = 1, warm: int = 1) -> dict[str, Sample]:
@@ -56,22 +64,42 @@ def interleaved(calls: dict[str, Callable[[], Any]], repeats: int, inner: int = 
     return {name: Sample(tuple(values)) for name, values in seconds.items()}
 
 
+def rendered(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table under its title; numbers stand on the right."""
+    cells = [list(columns), *[[_shown(cell) for cell in row] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
+    return "\n".join([title, lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
 def report(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], facts: dict[str, Any]) -> None:
-    """A table on stderr-free stdout, and as the last line one JSON document with `facts`."""
-    table = [list(columns), *[[_shown(cell) for cell in row] for row in rows]]
-    widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
-    print(f"\n{title}")
-    for i, row in enumerate(table):
-        name, *values = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join([name, *(value.rstrip().rjust(len(value)) for value in values)]))
-        if i == 0:
-            print("  ".join("-" * width for width in widths))
+    """A table on stdout, and as its last line one JSON document with `facts`."""
+    print(f"\n{rendered(title, columns, rows)}")
     print(json.dumps({"benchmark": title, **facts}))
     sys.stdout.flush()
 
 
+def refuse(sentence: str) -> NoReturn:
+    """Say why nothing was started, and end with 2."""
+    print(sentence, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def require_cuda(wanted: bool) -> None:
+    """Refuse --gpu where there is no CUDA."""
+    import torch
+
+    if wanted and not torch.cuda.is_available():
+        refuse("--gpu needs a CUDA device and a torch that is built for it; there is none here")
+
+
 def _shown(cell: Any) -> str:
-    return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
+    return _number(cell) if isinstance(cell, float) else str(cell)
+
+
+def _number(value: float) -> str:
+    """Three digits, and no power of ten for thousands."""
+    return f"{float(f'{value:.3g}'):,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def _quantile(ordered: list[float], share: float) -> float:

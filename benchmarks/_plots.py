@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 Facts = dict[str, Any]
-HERE = Path(__file__).parent
 
 
-def drawn(documents: list[Facts]) -> list[str]:
-    """Draw what there are documents for; the names of the pictures."""
+def drawn(documents: list[Facts], folder: Path) -> list[str]:
+    """Draw what there are documents for, into `folder`; the names of the pictures."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -24,7 +23,7 @@ def drawn(documents: list[Facts]) -> list[str]:
             axes.legend()
             figure.tight_layout()
             names.append(f"{benchmark.replace(' ', '_')}.png")
-            figure.savefig(HERE / names[-1], dpi=110)
+            figure.savefig(folder / names[-1], dpi=110)
             pyplot.close(figure)
     return names
 

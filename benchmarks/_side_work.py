@@ -3,6 +3,7 @@
 Imports torch and the standard library only, because the peer's side runs it in the peer's own environment.
 """
 
+import argparse
 import multiprocessing
 import os
 import statistics
@@ -11,8 +12,21 @@ from collections.abc import Callable
 
 import torch
 
+OPTIONS = {"layers": 36, "heads": 8, "head_size": 128, "tokens": 4096, "repeats": 7, "seconds": 3.0}
+"""How much work: the KV that is copied and how often, seconds of each rate of lookups."""
 LOOKUP_TOKENS = (4_096, 32_768, 131_072)
 RATE_TOKENS = 8_192
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """One option for each of OPTIONS."""
+    for name, value in OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """The same on a command line."""
+    return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in OPTIONS]
 
 
 def seconds_of(call: Callable[[], object]) -> float:

@@ -1,22 +1,24 @@
-"""Token dropping: how quickly a real vLLM on the CPU decodes when a share of each prompt's KV is kept.
+"""Token dropping: how quickly a real vLLM decodes when a share of each prompt's KV is kept.
 
 Why: attention reads all KV for each token, so what an edit drops is time won at every step. Four prompts of 7.5k tokens
 are prefilled once; for each share their KV is taken out, cut to random chunks of that share, and put back. Then the
 engine drops its own cache, takes all of them from the server, and decodes a few tokens of each share in turn.
+
+`--gpu` runs the engine on CUDA. THAT HAS NOT RUN YET.
 """
 
 import argparse
 import json
 import logging
-import os
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import lmcache_sdk as lmc_sdk
-from benchmarks._measure import Sample, report
+from benchmarks._measure import Sample, report, require_cuda
 from benchmarks._server import serving
-from benchmarks._vllm import build_model, engine, prompt
+from benchmarks._vllm import build_model, engine, prompt, ready
 from lmcache_sdk.batch import LMCacheBatchedStream
 from lmcache_sdk.completion import post_completion
 from lmcache_sdk.edits import RandomChunks, Rotary, token_dropping
@@ -26,11 +28,13 @@ STREAMS, TOKENS = 4, 7680
 SHARES = (1.0, 0.5, 0.25, 0.125)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--decode", type=int, default=16, help="tokens per stream and round")
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    parser.add_argument("--gpu", action="store_true", help="an engine on CUDA")
+    options = parser.parse_args(arguments)
+    require_cuda(options.gpu)
     logging.disable(logging.WARNING)
     sampling = {"max_tokens": options.decode, "temperature": 0.0, "ignore_eos": True}
     prompts = [prompt(3000 + stream, TOKENS + 40) for stream in range(STREAMS)]
@@ -39,8 +43,8 @@ def main() -> None:
     with ExitStack() as running:
         model = build_model()
         server = running.enter_context(serving(1.5))
-        vllm = running.enter_context(engine(model, f"dropping-{os.getpid()}", server.port, 8192))
-        vllm.wait_until_ready()
+        vllm = running.enter_context(engine(model, "dropping", server.port, 8192, gpu=options.gpu))
+        ready([vllm])
         cache = running.enter_context(lmc_sdk.kvcache.connect(server.url, server.http_url, vllm.model))
         complete = post_completion(vllm.url, vllm.model, timeout=300.0)
         rotary = Rotary.from_config(json.loads((model / "config.json").read_text()))

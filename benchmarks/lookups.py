@@ -8,6 +8,7 @@ import argparse
 import multiprocessing
 import struct
 import time
+from collections.abc import Sequence
 
 from benchmarks._measure import interleaved, report
 from benchmarks._server import engine, serving
@@ -89,11 +90,11 @@ def throughput(worker: Attachment, clients: int, seconds: float) -> float:
     return total / seconds
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with serving(0.25) as server, engine(server, 1, 1, 8) as worker:
         rows = latencies(worker)
         rates = {clients: throughput(worker, clients, options.seconds) for clients in options.clients}

@@ -7,6 +7,7 @@ from and to warm tensors of the same size. `--transport frames` measures the pat
 
 import argparse
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -60,12 +61,12 @@ def measure(name: str, tokens: int, transport: str, repeats: int) -> list[list[o
     return rows
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--transport", choices=["shm", "frames"], default="shm")
     parser.add_argument("--repeats", type=int, default=9)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows = [row for name in SHAPES for row in measure(name, options.tokens, options.transport, options.repeats)]
     facts = {f"{row[0].split()[0]}_{row[1].split()[0]}": row[5] if row[5] is not None else row[2] for row in rows}
     report(

@@ -1,4 +1,4 @@
-"""Requests that share their beginnings, on a real vLLM on the CPU with and without the server.
+"""Requests that share their beginnings, on a real vLLM with and without the server.
 
 Why: this is the traffic that such a server is for. The engine's own prefix cache is as scarce as an accelerator's: it
 holds 8k tokens, and the requests of each workload go round half as many again.
@@ -6,29 +6,31 @@ holds 8k tokens, and the requests of each workload go round half as many again.
     chat    12 users, each with one of 2 system prompts of 1k tokens and a history that grows from turn to turn
     rag     6 documents of 2k tokens, each asked 5 questions, in an order that comes back to none of them soon
 
-Two requests are under way at a time. Both engines see the same requests in the same order, first the one without the
-server; both begin with nothing cached. One record per request goes to sharing.jsonl beside this file.
+Two requests are under way at a time. All engines see the same requests in the same order, first the one without a
+server, with --peer at last one with LMCache 0.5.6; all begin with nothing cached. One record per request goes to
+sharing.jsonl beside this file. `--gpu` runs the engines on CUDA. THAT HAS NOT RUN YET.
 """
 
 import argparse
 import json
-import os
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks._measure import report
+from benchmarks._measure import report, require_cuda
+from benchmarks._peer import require_peer, serving_peer
 from benchmarks._server import serving
-from benchmarks._vllm import Engine, build_model, engine, prompt
+from benchmarks._vllm import Engine, build_model, engine, prompt, ready
 
 LONGEST, CACHED_BLOCKS = 4096, 64
 """Blocks have 128 tokens."""
+NAMES = {"none": "without a server", "ours": "with the server", "peer": "with LMCache 0.5.6"}
 AT_ONCE, ANSWER = 2, 8
-RECORDS = Path(__file__).with_name("sharing.jsonl")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Record:
     """One request: how many of its tokens were not computed, and when its first token came."""
 
     workload: str
-    server: bool
+    side: str
     number: int
     prompt_tokens: int
     cached_tokens: int
@@ -63,7 +65,7 @@ def rag(rng: random.Random) -> list[list[int]]:
 WORKLOADS = {"chat": chat, "rag": rag}
 
 
-def served(one: Engine, workload: str, server: bool, requests: list[list[int]]) -> tuple[list[Record], float]:
+def served(one: Engine, workload: str, side: str, requests: list[list[int]]) -> tuple[list[Record], float]:
     """A record of each request, and the seconds that all of them took."""
 
     def ask(number: int) -> Record:
@@ -71,9 +73,7 @@ def served(one: Engine, workload: str, server: bool, requests: list[list[int]]) 
         answer = one.complete(requests[number], max_tokens=ANSWER)
         seconds = time.perf_counter() - begin
         length = len(requests[number])
-        return Record(
-            workload, server, number, length, answer.cached_tokens, round(answer.ttft_ms, 1), round(seconds, 3)
-        )
+        return Record(workload, side, number, length, answer.cached_tokens, round(answer.ttft_ms, 1), round(seconds, 3))
 
     begin = time.perf_counter()
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -93,31 +93,53 @@ def row(records: list[Record], seconds: float) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def beside(medians: dict[str, dict[str, float]]) -> list[tuple[str, list[object]]]:
+    """What each server is worth: its numbers over those without one, and ours over the peer's."""
+    pairs = [("ours", "none"), ("peer", "none"), ("ours", "peer")]
+    return [
+        (f"{NAMES[one]}, over {NAMES[other]}", list(map(over, medians[one].values(), medians[other].values())))
+        for one, other in pairs
+        if one in medians and other in medians
+    ]
+
+
+def over(one: float, other: float) -> object:
+    return one / other if other else "-"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.parse_args()
+    parser.add_argument("--peer", action="store_true", help="an engine with LMCache 0.5.6 too (needs `make interop`)")
+    parser.add_argument("--gpu", action="store_true", help="engines on CUDA")
+    parser.add_argument("--records", type=Path, default=Path(__file__).with_name("sharing.jsonl"))
+    options = parser.parse_args(arguments)
+    require_cuda(options.gpu)
+    require_peer(options.peer)
     rows: list[list[object]] = []
     facts, lines = {}, []
     with ExitStack() as running:
         model, scarce = build_model(), ("--num-gpu-blocks-override", str(CACHED_BLOCKS))
-        server = running.enter_context(serving(1.0))
-        without = running.enter_context(engine(model, f"alone-{os.getpid()}", None, LONGEST, *scarce))
-        beside = running.enter_context(engine(model, f"shared-{os.getpid()}", server.port, LONGEST, *scarce))
-        engines = {False: without, True: beside}
-        for one in engines.values():
-            one.wait_until_ready()
+        ports = {"none": None, "ours": running.enter_context(serving(1.0)).port}
+        if options.peer:
+            ports["peer"] = running.enter_context(serving_peer(1.0)).port
+        engines = {
+            side: running.enter_context(
+                engine(model, f"sharing-{side}", port, LONGEST, *scarce, peer=side == "peer", gpu=options.gpu)
+            )
+            for side, port in ports.items()
+        }
+        ready(engines.values())
         for workload, requests in WORKLOADS.items():
-            medians: dict[bool, dict[str, float]] = {}
-            for with_server, one in engines.items():
-                records, seconds = served(one, workload, with_server, requests(random.Random(1)))
+            medians: dict[str, dict[str, float]] = {}
+            for side, one in engines.items():
+                records, seconds = served(one, workload, side, requests(random.Random(1)))
                 lines += [json.dumps(asdict(record)) for record in records]
-                name = f"{workload}, {'with' if with_server else 'without'} the server"
-                medians[with_server] = row(records, seconds)
-                rows.append([name, *medians[with_server].values()])
-                facts[name] = {**medians[with_server], "ttft_ms": [record.ttft_ms for record in records]}
-            ratios = [medians[True][key] / medians[False][key] for key in medians[True]]
-            rows.append([f"{workload}, with over without", *ratios])
-    RECORDS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+                medians[side] = row(records, seconds)
+                rows.append([f"{workload}, {NAMES[side]}", *medians[side].values()])
+                times = {"ttft_ms": [record.ttft_ms for record in records]}
+                facts[f"{workload}, {NAMES[side]}"] = medians[side] | times
+            rows += [[f"{workload}, {name}", *ratios] for name, ratios in beside(medians)]
+    options.records.write_text("\n".join(lines) + "\n", encoding="utf-8")
     columns = ["workload", "TTFT p50 ms", "TTFT p90 ms", "requests/s", "prompt tokens/s", "cached share"]
     report("sharing", columns, rows, facts)
 

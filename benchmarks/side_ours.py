@@ -1,4 +1,4 @@
-"""Our side of the comparison: this project's server and SDK. Prints one JSON object; see budgets.py."""
+"""Our side of the comparison: this project's server and SDK. Prints one JSON object; see server_sdk.py."""
 
 import argparse
 import itertools
@@ -13,6 +13,7 @@ from benchmarks._server import MODEL, engine, serving
 from benchmarks._side_work import (
     LOOKUP_TOKENS,
     RATE_TOKENS,
+    add_options,
     median_seconds,
     rate,
     resident_mb,
@@ -84,12 +85,7 @@ def lookups(seconds: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=3.0)
+    add_options(parser)
     options = parser.parse_args()
     facts = copies(options.layers, options.heads, options.head_size, options.tokens, options.repeats)
     print(json.dumps(facts | lookups(options.seconds)))

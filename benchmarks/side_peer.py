@@ -1,23 +1,19 @@
 """The peer's side of the comparison: an unmodified LMCache 0.5.6 server with its own SDK, used as black boxes.
 
-Runs in the environment that `make interop` builds and prints one JSON object; see budgets.py. Its SDK attaches only
+Runs in the environment that `make interop` builds and prints one JSON object; see server_sdk.py. Its SDK attaches only
 to a model that an engine registered, so this registers one, over the wire as the peer's documents describe it.
 Lookups go over the wire too: a request, its acknowledgement, then the question for the result, which is the least
 that any client of it must send.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
@@ -29,9 +25,11 @@ import zmq
 import lmcache.sdk as lmc_sdk
 
 sys.path.append(str(Path(__file__).parent))
+from _peer_server import PeerServer, peer_serving
 from _side_work import (
     LOOKUP_TOKENS,
     RATE_TOKENS,
+    add_options,
     median_seconds,
     rate,
     resident_mb,
@@ -60,43 +58,7 @@ class Wire:
         return msgpack.unpackb(result[0]) if result else None
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-@contextlib.contextmanager
-def serving(gib: float) -> Iterator[tuple[int, int, int, float]]:
-    """(port, HTTP port, pid, seconds from start to healthy)."""
-    port, http = free_port(), free_port()
-    command = [str(Path(sys.executable).parent / "lmcache"), "server", "--l1-size-gb", f"{gib:.3f}"]
-    command += ["--eviction-policy", "LRU", "--supported-transfer-mode", "auto", "--no-l1-use-lazy"]
-    command += ["--shm-name", f"peer_{os.getpid()}_{port}", "--port", str(port), "--http-port", str(http)]
-    begin = time.perf_counter()
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            while not answers(f"http://127.0.0.1:{http}/healthcheck"):
-                if process.poll() is not None:
-                    log.seek(0)
-                    raise SystemExit(f"the peer's server ended:\n{log.read().decode()[-2000:]}")
-                time.sleep(0.01)
-            yield port, http, process.pid, time.perf_counter() - begin
-        finally:
-            process.terminate()
-            process.wait(20)
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=1):
-            return True
-    except OSError:
-        return False
-
-
-@contextlib.contextmanager
+@contextmanager
 def engine(port: int, layers: int, heads: int, head_size: int) -> Iterator[Wire]:
     """An engine of `MODEL` with one block of KV per layer."""
     wire, segments, tensors = Wire(port), [], []
@@ -120,15 +82,24 @@ def engine(port: int, layers: int, heads: int, head_size: int) -> Iterator[Wire]
             segment.unlink()
 
 
+def serving(gib: float) -> AbstractContextManager[PeerServer]:
+    return peer_serving(gib, Path(sys.executable), {})
+
+
+def connected(server: PeerServer) -> Any:
+    """Its SDK's context for MODEL."""
+    return lmc_sdk.kvcache.connect(f"tcp://127.0.0.1:{server.port}", f"http://127.0.0.1:{server.http}", MODEL, 60)
+
+
 def copies(layers: int, heads: int, head_size: int, tokens: int, repeats: int) -> dict[str, float]:
     kv = torch.randn(2, layers, tokens, heads * head_size).to(torch.bfloat16)
-    with serving(kv.nbytes * 3.2 / 2**30 + 0.5) as (port, http, _, _), engine(port, layers, heads, head_size):
-        ctx = lmc_sdk.kvcache.connect(f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{http}", MODEL, 60)
+    with serving(kv.nbytes * 3.2 / 2**30 + 0.5) as server, engine(server.port, layers, heads, head_size):
+        ctx = connected(server)
         ids = list(range(tokens))
         salts = map(str, itertools.count())
 
         def store() -> float:
-            clear(http)  # it does not evict on demand: a store into a full pool would be dropped
+            server.clear()
             begin = time.perf_counter()
             assert ctx.store(kv, ids, cache_salt=next(salts))
             return time.perf_counter() - begin
@@ -143,13 +114,6 @@ def copies(layers: int, heads: int, head_size: int, tokens: int, repeats: int) -
     return {"store": stored, "retrieve": retrieved}
 
 
-def clear(http: int) -> None:
-    request = urllib.request.Request(f"http://127.0.0.1:{http}/cache/clear", data=b"{}", method="POST")
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=30):
-        pass
-
-
 def key(tokens: int, request: str) -> dict[str, Any]:
     return {
         "model_name": MODEL, "world_size": 1, "worker_id": None, "token_ids": list(range(tokens)), "start": 0,
@@ -159,9 +123,9 @@ def key(tokens: int, request: str) -> dict[str, Any]:
 
 def lookups(seconds: float) -> dict[str, float]:
     facts: dict[str, float] = {}
-    with serving(1.0) as (port, http, pid, started), engine(port, 1, 1, 8) as wire:
-        facts["start_seconds"] = started
-        ctx = lmc_sdk.kvcache.connect(f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{http}", MODEL, 60)
+    with serving(1.0) as server, engine(server.port, 1, 1, 8) as wire:
+        facts["start_seconds"] = server.started
+        ctx = connected(server)
         longest = max(LOOKUP_TOKENS)
         ctx.store(torch.zeros(2, 1, longest, 8, dtype=torch.bfloat16), list(range(longest)))
         numbers = itertools.count()
@@ -184,7 +148,7 @@ def lookups(seconds: float) -> dict[str, float]:
             facts[f"lookup_ms_{tokens}"] = 1e3 * sorted(found[1:])[len(found[1:]) // 2]
 
         def client(number: int) -> Any:
-            own, counter = Wire(port), itertools.count()
+            own, counter = Wire(server.port), itertools.count()
 
             def call() -> None:
                 request = f"client-{number}-{next(counter)}"
@@ -197,19 +161,14 @@ def lookups(seconds: float) -> dict[str, float]:
 
         for clients in (1, 4):
             facts[f"lookups_per_second_{clients}"] = rate(clients, seconds, client)
-        facts["resident_mb"] = resident_mb(pid)
+        facts["resident_mb"] = resident_mb(server.pid)
         ctx.close()
     return facts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=3.0)
+    add_options(parser)
     options = parser.parse_args()
     facts = copies(options.layers, options.heads, options.head_size, options.tokens, options.repeats)
     print(json.dumps(facts | lookups(options.seconds)))

@@ -12,7 +12,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
@@ -83,12 +83,12 @@ def round_trips(connect: Callable[[str], Call], address: str, clients: int, seco
     return len(times) / seconds, statistics.median(times) * 1e6
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows: list[list[object]] = []
     facts = {}
     with tempfile.TemporaryDirectory() as folder, serving(0.0625) as server:
