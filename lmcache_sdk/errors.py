@@ -43,7 +43,7 @@ class ServerUnavailable(LMCacheSDKError):
         self.detail = detail
 
     def __str__(self) -> str:
-        text = f"no answer to {self.waited_for} from {self.url} within {self.seconds:g} s"
+        text = f"no answer to {self.waited_for} from {self.url} within {round(self.seconds, 2):g} s"
         return f"{text}: {self.detail}" if self.detail else text
 
 

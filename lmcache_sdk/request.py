@@ -164,6 +164,9 @@ class LMCacheRequestStream:
         Raises LMCacheRequestStreamError if the engine fails, StreamAborted if the stream is aborted meanwhile; what was
         generated until then counts.
         """
+        if not isinstance(sampling_params, Mapping):
+            kind = type(sampling_params).__name__
+            raise LMCacheRequestStreamError(f"sampling_params: expected a mapping, got {kind}", self.request_stream_id)
         most = sampling_params.get("max_tokens", 1)
         if not isinstance(most, int) or most < 1:
             raise LMCacheRequestStreamError(f"max_tokens: expected at least 1, got {most!r}", self.request_stream_id)
@@ -201,9 +204,15 @@ class LMCacheRequestStream:
         """The cached prefix of `tokens`: KV [2, L, T, D] or queries [1, L, T, D], T in whole chunks.
 
         Waits until there is one, and as long as it still grows (an engine stores a prompt in several steps). Raises
-        LMCacheRequestStreamError if nothing is cached after `timeout` seconds.
+        LMCacheRequestStreamError if nothing is cached after `timeout` seconds, at once if `tokens` are less than a chunk.
         """
         context = self._context(kind)
+        if len(self.tokens) < context.chunk_size:
+            raise LMCacheRequestStreamError(
+                f"no {kind.name}: its {len(self.tokens)} tokens are less than a chunk of {context.chunk_size}, the "
+                "least that is cached",
+                self.request_stream_id,
+            )
         whole = self._prompt_length // context.chunk_size * context.chunk_size
         deadline = time.monotonic() + timeout
         cached = -1
@@ -245,12 +254,16 @@ class LMCacheRequestStream:
         """
         edit = self.begin_edit(timeout, poll_interval)
         try:
-            kv, tokens = fn(edit.tensors, edit.tokens)
+            edited = fn(edit.tensors, edit.tokens)
         except Exception as error:  # whatever the caller's function raises
             raise LMCacheRequestStreamError(
                 f"the edit function failed: {type(error).__name__}: {error}", self.request_stream_id
             ) from error
-        edit.apply(kv, tokens)
+        if not isinstance(edited, tuple | list) or len(edited) != 2:
+            raise LMCacheRequestStreamError(
+                f"the edit function: expected (new KV, its tokens), got {type(edited).__name__}", self.request_stream_id
+            )
+        edit.apply(*edited)
 
     def abort(self) -> None:
         """Give the stream up: later passes and edits, also one under way, are refused."""
@@ -339,7 +352,11 @@ def create_request(
 
 def _by_kind(contexts: Iterable[LMCacheSDKContext], stream_id: str) -> dict[LMCacheSDKCacheKind, LMCacheSDKContext]:
     by_kind: dict[LMCacheSDKCacheKind, LMCacheSDKContext] = {}
+    if isinstance(contexts, LMCacheSDKContext) or not isinstance(contexts, Iterable):
+        raise LMCacheRequestStreamError(f"contexts: expected a list of them, got {type(contexts).__name__}", stream_id)
     for context in contexts:
+        if not isinstance(context, LMCacheSDKContext):
+            raise LMCacheRequestStreamError(f"contexts: expected contexts, got {context!r}", stream_id)
         if context.kind in by_kind:
             raise LMCacheRequestStreamError(f"contexts: two for {context.kind.name}, expected one per kind", stream_id)
         by_kind[context.kind] = context

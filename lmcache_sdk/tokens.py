@@ -1,5 +1,6 @@
 """Token ids, as people hold them, to the bytes that the server hashes: uint32, little-endian."""
 
+import reprlib
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +48,7 @@ def _packed(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
         pass
     for index, token in enumerate(tokens):
         if not isinstance(token, (int, np.integer)):
-            raise LMCacheSDKError(f"tokens[{index}]: expected an integer, got {token!r}")
+            raise LMCacheSDKError(f"tokens[{index}]: expected an integer, got {reprlib.repr(token)}")
         if not 0 <= token <= LARGEST:
             raise _out_of_range(index, token)
     return np.array([int(token) for token in tokens], dtype=np.uint32)

@@ -30,6 +30,9 @@ _INTERLEAVED = frozenset({"codegen", "cohere", "cohere2", "cohere2_moe", "ernie4
 _PARTLY_LATENT = frozenset({"minicpm3"})
 """Values of `model_type` that compute latents, but whose keys engines cache head by head."""
 
+_OF_ROTARY = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "rotary_dim", "rotary_pct")
+"""Fields of which a model with a rotary embedding has one."""
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -62,14 +65,16 @@ class Rotary:
         LMCacheSDKError for one whose keys cannot be moved.
         """
         config = _field(config, "text_config") or config
+        _check_turned(config)
         rope = _rope_parameters(config, layer_type)
         if _is_latent(config):
             head_size = int(_field(config, "qk_rope_head_dim"))
             frequencies = inverse_frequencies(rope, head_size, int(_field(config, "max_position_embeddings") or 0))
             # Engines turn neighbours here, whatever the model's own code does with its weights' order.
             return cls(frequencies, head_size, interleaved=True, latent=True)
-        heads = _field(config, "num_attention_heads")
-        head_size = int(_field(config, "head_dim") or _field(config, "hidden_size") // heads)
+        heads, hidden = _field(config, "num_attention_heads"), _field(config, "hidden_size")
+        if not (head_size := int(_field(config, "head_dim") or (hidden // heads if hidden and heads else 0))):
+            raise LMCacheSDKError("config: expected head_dim, or hidden_size and num_attention_heads, got neither")
         share = (
             rope.get("partial_rotary_factor") or _field(config, "partial_rotary_factor") or _field(config, "rotary_pct")
         )
@@ -175,3 +180,15 @@ def _rope_parameters(config: object, layer_type: str | None) -> dict[str, Any]:
     if trained is not None:
         found.setdefault("original_max_position_embeddings", trained)
     return found
+
+
+def _check_turned(config: object) -> None:
+    """Raise LMCacheSDKError for a model without a rotary embedding. An old config.json may say nothing of the one that
+    its model has; a configuration object has its defaults.
+    """
+    if isinstance(config, Mapping) or any(_field(config, name) is not None for name in _OF_ROTARY):
+        return
+    raise LMCacheSDKError(
+        f"model_type: {_field(config, 'model_type')!r} has no rotary embedding that its configuration tells of; its keys "
+        "cannot be moved"
+    )

@@ -136,6 +136,11 @@ def test_an_interrupted_pass_keeps_what_came(context: LMCacheSDKContext) -> None
     assert (stream.decoded_tokens, stream.output_text) == (1, "a")
 
 
+def test_sampling_parameters_are_a_mapping(stream: LMCacheRequestStream) -> None:
+    with pytest.raises(LMCacheRequestStreamError, match="sampling_params: expected a mapping, got NoneType"):
+        stream.generate(None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("most", [0, -1, None, "3"])
 def test_a_pass_is_asked_for_at_least_one_token(stream: LMCacheRequestStream, most: Any) -> None:
     before = state(stream)
@@ -184,6 +189,14 @@ def test_retrieve_of_what_nobody_stores_is_an_error_at_its_deadline(context: LMC
         stream.modify_kv(drop_first_chunk, timeout=0.0)
 
 
+def test_less_than_a_chunk_is_never_waited_for(context: LMCacheSDKContext) -> None:
+    stream = create_request([context], lambda *_: [], PROMPT[:15])
+    start = time.monotonic()
+    with pytest.raises(LMCacheRequestStreamError, match="its 15 tokens are less than a chunk of 16"):
+        stream.modify_kv(drop_first_chunk)
+    assert time.monotonic() - start < 5
+
+
 def test_retrieve_takes_what_there_is_when_the_engine_stores_no_more(
     context: LMCacheSDKContext, story: StoryEngine
 ) -> None:
@@ -206,6 +219,10 @@ def test_a_stream_has_one_context_per_kind(context: LMCacheSDKContext, story: St
         create_request([context, context], story, PROMPT)
     with pytest.raises(LMCacheRequestStreamError, match="contexts: expected at least one"):
         create_request(iter([]), story, PROMPT)
+    with pytest.raises(LMCacheRequestStreamError, match="contexts: expected a list of them, got LMCacheSDKContext"):
+        create_request(context, story, PROMPT)  # type: ignore[arg-type]
+    with pytest.raises(LMCacheRequestStreamError, match=r"contexts: expected contexts, got 'x'"):
+        create_request("x", story, PROMPT)  # type: ignore[arg-type]
 
 
 # Edits.
@@ -362,8 +379,9 @@ def test_a_function_may_edit_its_list_of_tokens_in_place(stream: LMCacheRequestS
         (lambda t, tokens: (t[KV].to("meta"), tokens), "kv: expected a tensor on the CPU, got one on meta"),
         (lambda t, tokens: (None, tokens), "kv: expected a torch.Tensor, got NoneType"),
         (lambda t, tokens: (t[KV], [-1] * 32), r"tokens\[0\]: expected a token id"),
-        (lambda t, tokens: t[KV], "tokens: expected one dimension of integers, got float32"),
-        (lambda t, tokens: None, "edit function failed: TypeError"),
+        (lambda t, tokens: t[KV], r"edit function: expected \(new KV, its tokens\), got Tensor"),
+        (lambda t, tokens: (t[KV],), r"edit function: expected \(new KV, its tokens\), got tuple"),
+        (lambda t, tokens: None, r"edit function: expected \(new KV, its tokens\), got NoneType"),
     ],
 )
 def test_an_edit_that_does_not_fit_names_expected_and_given_and_changes_nothing(

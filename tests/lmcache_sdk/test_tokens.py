@@ -47,6 +47,11 @@ def test_what_is_no_integer_is_named_with_its_place(wrong: object) -> None:
         token_bytes([1, 2, wrong, 3])  # type: ignore[list-item]
 
 
+def test_a_list_of_prompts_is_named_in_short() -> None:
+    with pytest.raises(LMCacheSDKError, match=r"^tokens\[0\]: expected an integer, got \[0, 1, 2, 3, 4, 5, \.\.\.\]$"):
+        token_bytes([list(range(9000))])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize(
     "tokens",
     ["123", b"123", 5, None, {1, 2}, iter([1]), np.array([[1, 2]]), np.array([1.0]), torch.tensor([True]),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DeepseekV2Config, LlamaConfig, PhiConfig
+from transformers import DeepseekV2Config, GPT2Config, GPTJConfig, LlamaConfig, OPTConfig, PhiConfig
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RotaryEmbedding
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb as apply_to_latents
@@ -262,3 +262,15 @@ def test_keys_that_do_not_fit_are_refused_with_the_field_and_the_value() -> None
         rotary.move(keys.to(torch.float8_e4m3fn), range(4), range(1, 5))
     with pytest.raises(LMCacheSDKError, match="frequencies: expected 1 to 8 for a head of 16, got 9"):
         Rotary(torch.ones(9), SIZE)
+
+
+def test_a_model_without_a_rotary_embedding_is_refused() -> None:
+    for config in (GPT2Config(), OPTConfig()):
+        with pytest.raises(LMCacheSDKError, match=r"model_type: '\w+' has no rotary embedding"):
+            Rotary.from_config(config)
+    Rotary.from_config(GPTJConfig())
+
+
+def test_a_configuration_without_sizes_is_refused_by_their_names() -> None:
+    with pytest.raises(LMCacheSDKError, match="expected head_dim, or hidden_size and num_attention_heads"):
+        Rotary.from_config({"rope_theta": 1e6})
