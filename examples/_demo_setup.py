@@ -105,7 +105,13 @@ def connector(port: int, *, queries: bool = False) -> dict[str, object]:
     extra: dict[str, object] = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
     if queries:
         extra["lmcache.mp.transfer_intermediate_tensors"] = True
-    return {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        # vLLM's own default fails a request whose KV is lost while it loads, as when the server is killed.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def wait_until_cached(cache: LMCacheSDKContext, prompt: list[int]) -> int:

@@ -204,7 +204,8 @@ class LMCacheRequestStream:
         """The cached prefix of `tokens`: KV [2, L, T, D] or queries [1, L, T, D], T in whole chunks.
 
         Waits until there is one, and as long as it still grows (an engine stores a prompt in several steps). Raises
-        LMCacheRequestStreamError if nothing is cached after `timeout` seconds, at once if `tokens` are less than a chunk.
+        LMCacheRequestStreamError if nothing is cached after `timeout` seconds, at once if `tokens` are less than a
+        chunk.
         """
         context = self._context(kind)
         if len(self.tokens) < context.chunk_size:

@@ -65,7 +65,9 @@ async def serve(settings: Settings) -> None:
         serving = asyncio.create_task(http.run(), name="http")
         if await http.started():
             log.info(
-                "ready: tcp://%s:%d, http://%s:%d", settings.host, settings.port, settings.http_host, settings.http_port
+                "ready: tcp://%s:%d, http://%s:%d; a pool of %.2f GiB in %s, chunks of %d tokens",
+                *(settings.host, settings.port, settings.http_host, settings.http_port, settings.l1_size_gb),
+                *(settings.segment_name or "no shared memory", settings.chunk_size),
             )
         stop = asyncio.create_task(stopping.wait(), name="signals")
         await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -176,7 +176,9 @@ def _converted(field: "dataclasses.Field[Any]", value: Any, source: str) -> Any:
     if kind is int and isinstance(value, float):
         raise SettingsError(f"{source}: expected a whole number, got {value!r}")
     if choices and result not in choices:
-        raise SettingsError(f"{source}: expected one of {', '.join(choices)}, got {value!r}")
+        # YAML reads 0660 as an octal number.
+        hint = "" if isinstance(value, str) else "; put it in quotes"
+        raise SettingsError(f"{source}: expected one of {', '.join(choices)}, got {value!r}{hint}")
     return result
 
 

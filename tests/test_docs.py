@@ -174,6 +174,15 @@ def test_a_table_of_the_pages_is_that_of_the_code(beginning: str) -> None:
     assert table() in page.read_text(encoding="utf-8"), "run `python -m tests.test_docs`"
 
 
+def test_every_engine_of_the_pages_computes_what_it_cannot_load() -> None:
+    """vLLM's own default would fail the request, and the README promises that a killed server costs none."""
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    configs = list(re.findall(r"\{\s*\"kv_connector\": .*?\}\s*\}", text, re.S))
+    assert len(configs) == 3  # README, editing, compatibility
+    for config in map(json.loads, configs):
+        assert config["kv_load_failure_policy"] == "recompute"
+
+
 def test_the_wire_page_lists_every_operation_and_no_other() -> None:
     text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`(v1/\w+)`", text)) == set(OPERATIONS)

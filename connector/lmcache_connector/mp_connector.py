@@ -67,9 +67,9 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._finished = Finished()
         if role is KVConnectorRole.SCHEDULER:
             if self._config.fails_on_load_errors:
-                logger.info(
-                    "kv_load_failure_policy is 'fail': a request whose cached KV is lost while it loads ends with an "
-                    "error; set it to 'recompute' to have it computed instead"
+                logger.warning(
+                    "kv_load_failure_policy is 'fail', vLLM's default: a request whose cached KV is lost while it "
+                    "loads ends with an error; set it to 'recompute' to have it computed instead"
                 )
             self._scheduler_half = SchedulerHalf(self._config)
 

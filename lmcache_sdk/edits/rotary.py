@@ -189,6 +189,6 @@ def _check_turned(config: object) -> None:
     if isinstance(config, Mapping) or any(_field(config, name) is not None for name in _OF_ROTARY):
         return
     raise LMCacheSDKError(
-        f"model_type: {_field(config, 'model_type')!r} has no rotary embedding that its configuration tells of; its keys "
-        "cannot be moved"
+        f"model_type: {_field(config, 'model_type')!r} has no rotary embedding that its configuration tells of; "
+        "its keys cannot be moved"
     )

@@ -47,21 +47,30 @@ class _Unreachable(Exception):
     """No usable answer: one sentence."""
 
 
+def _address(url: str) -> str:
+    """`url` with its scheme and without the last slash."""
+    return (url if "://" in url else f"http://{url}").rstrip("/")
+
+
 def _request(url: str, method: str = "GET") -> bytes:
+    if not url.startswith(("http://", "https://")):
+        raise _Unreachable(f"{url} is no HTTP address; expected http://host:port, with the server's --http-port")
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=_TIMEOUT) as response:
             return bytes(response.read())
     except urllib.error.HTTPError as error:
         raise _Unreachable(f"{url} answered {error.code} {error.reason}") from error
     except http.client.HTTPException as error:
-        raise _Unreachable(f"{url} does not speak HTTP ({type(error).__name__})") from error
+        raise _Unreachable(f"{url} does not speak HTTP; is that the --http-port?") from error
+    except TimeoutError as error:
+        raise _Unreachable(f"{url} did not answer within {_TIMEOUT:g} s; is that the --http-port?") from error
     except (OSError, ValueError) as error:
         raise _Unreachable(f"{url} cannot be reached: {getattr(error, 'reason', error)}") from error
 
 
 def _ping(options: argparse.Namespace) -> int:
     kvcache = options.target == "kvcache"
-    url = (options.url or (KVCACHE_URL if kvcache else ENGINE_URL)).rstrip("/")
+    url = _address(options.url or (KVCACHE_URL if kvcache else ENGINE_URL))
     report = Metrics("Ping KV Cache" if kvcache else "Ping Engine")
     begin = time.perf_counter()
     try:
@@ -77,7 +86,7 @@ def _ping(options: argparse.Namespace) -> int:
 
 
 def _describe(options: argparse.Namespace) -> int:
-    url = options.url.rstrip("/")
+    url = _address(options.url)
     try:
         status = json.loads(_request(url + "/status"))
         l1 = status["storage_manager"]["l1_manager"]
@@ -110,7 +119,7 @@ def _describe(options: argparse.Namespace) -> int:
 
 
 def _clear(options: argparse.Namespace) -> int:
-    url = options.url.rstrip("/")
+    url = _address(options.url)
     try:
         cleared = json.loads(_request(url + "/cache/clear", "POST"))
         report = Metrics("Clear KV Cache")

@@ -165,6 +165,7 @@ def test_an_impossible_value_is_one_sentence_that_names_it(flag: str, value: str
         ("l1-size-gb: 1" + "0" * 400, "l1-size-gb: expected float"),
         ("l1-use-lazy: maybe", "expected true or false, got 'maybe'"),
         ("shm-name: \"a\\0b\"", "without /"),
+        ("shm-mode: 0660", "expected one of 0600, 0660, 0666, got 432; put it in quotes"),
         ("a: b: c", "not YAML"),
         ("!!python/object/apply:os.getcwd []", "not YAML"),
         ("\x00", "not YAML"),

@@ -118,6 +118,7 @@ def test_the_engine_is_pointed_at_the_server() -> None:
     config = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert config["kv_connector"] == "LMCacheMPConnector"
     assert config["kv_role"] == "kv_both"
+    assert config["kv_load_failure_policy"] == "recompute"
     assert config["kv_connector_extra_config"] == {"lmcache.mp.host": "tcp://server", "lmcache.mp.port": 5555}
 
 

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,24 @@ def test_a_ping_says_ok_and_how_long_it_took(server: CacheServer, capsys: pytest
     report = json.loads(capsys.readouterr().out)
     assert report["title"] == "Ping KV Cache"
     assert report["metrics"]["status"] == "OK" and report["metrics"]["round_trip_time_ms"] > 0
+
+
+def test_an_address_needs_no_scheme_and_no_other_one_is_taken(
+    server: CacheServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["ping", "kvcache"], ["describe", "kvcache"], ["kvcache", "clear"]):
+        assert main([*command, "--url", f"localhost:{server.http_port}"]) == 0
+        assert main([*command, "--url", server.url]) == 1
+        assert f"{server.url}/" in (error := capsys.readouterr().err) and "expected http://host:port" in error
+
+
+def test_a_port_that_takes_a_connection_and_says_nothing_is_waited_for_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lmcache_server.cli.client._TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert main(["ping", "kvcache", "--url", f"127.0.0.1:{silent.getsockname()[1]}"]) == 1
+    assert "did not answer within 0.2 s; is that the --http-port?" in capsys.readouterr().err
 
 
 def test_a_ping_of_nobody_fails_and_says_why(nowhere: str, capsys: pytest.CaptureFixture[str]) -> None:

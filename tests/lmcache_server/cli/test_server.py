@@ -102,7 +102,12 @@ def test_a_signal_ends_it_in_good_order(number: signal.Signals, shared_memory: b
         assert not server.segment or (SHM / server.segment).exists()
         server.process.send_signal(number)
         assert server.process.wait(10) == 0
-        assert "Traceback" not in server.log and "ready: tcp://" in server.log and "stopping" in server.log
+        assert (
+            "Traceback" not in server.log
+            and "ready: tcp://" in server.log
+            and "chunks of 16 tokens" in server.log
+            and "stopping" in server.log
+        )
         assert not server.segment or not (SHM / server.segment).exists()
 
 
