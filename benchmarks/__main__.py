@@ -61,8 +61,9 @@ def run(name: str, arguments: Iterable[str]) -> Run:
     begin = time.perf_counter()
     done = subprocess.run([sys.executable, *command[1:]], cwd=HERE.parent, capture_output=True, text=True)
     failed = f"\nFAILED with {done.returncode}:\n{done.stderr[-1500:]}" if done.returncode else ""
-    print(done.stdout + failed, flush=True)
-    return Run(" ".join(command), done.returncode, done.stdout.strip() + failed, time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    print(f"{done.stdout}[{name}: {seconds:.0f} s]{failed}", flush=True)
+    return Run(" ".join(command), done.returncode, done.stdout.strip() + failed, seconds)
 
 
 def facts_of(output: str) -> list[dict[str, Any]]:
