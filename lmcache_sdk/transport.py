@@ -11,9 +11,12 @@ What one may rely on:
 
 How the socket is shared: whoever holds the lock may use it, and takes in whatever arrived for anybody (`_pump`). Of the
 threads that wait, one at a time sleeps on the socket's file descriptors, without the lock; the others sleep on the
-condition. ZMQ's descriptor is edge-triggered, so a thread that pumps while another sleeps wakes that one itself.
+condition. ZMQ's descriptor is edge-triggered: one may sleep on it only after the socket was asked and had nothing
+(`_armed`), and a thread that pumps while another sleeps wakes that one itself. Asking costs system calls, so a thread
+that has its reply leaves it to the next one that has to wait.
 """
 
+import contextlib
 import itertools
 import math
 import os
@@ -68,8 +71,7 @@ class PendingReply:
     """A request that was submitted. Forgetting it gives its reply up; nobody has to be told."""
 
     __slots__ = (
-        "__weakref__", "_connection", "_deadline", "_failure", "_frames", "_seconds", "_sent", "_type", "_uid",
-        "operation",
+        "__weakref__", "_connection", "_deadline", "_outcome", "_seconds", "_sent", "_type", "_uid", "operation",
     )  # fmt: skip
 
     def __init__(self, connection: "ServerConnection", uid: bytes, operation: str, reply: type[Any], seconds: float):
@@ -80,19 +82,18 @@ class PendingReply:
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
         self._sent = False
-        self._frames: list[zmq.Frame] | None = None
-        self._failure: LMCacheSDKError | None = None
+        self._outcome: list[zmq.Frame] | LMCacheSDKError | None = None
 
     def poll(self, wait: float = 0.0) -> Any | None:
         """The typed reply, or None if it is not there after `wait` seconds (at most until the request's own deadline).
 
         Raises ServerUnavailable once the deadline has passed, ServerRefused if the server refused.
         """
-        if not self._settled:
+        if self._outcome is None:
             self._connection._await(self, min(self._deadline, time.monotonic() + wait))
-        if self._failure is not None:
-            raise self._failure
-        return None if self._frames is None else self._decode(self._frames)
+        if isinstance(self._outcome, LMCacheSDKError):
+            raise self._outcome
+        return None if self._outcome is None else self._decode(self._outcome)
 
     def wait(self) -> Any:
         """The typed reply; raises as `poll` does."""
@@ -101,11 +102,7 @@ class PendingReply:
     @property
     def frames(self) -> list[memoryview]:
         """The raw frames after the reply, uncopied; empty before the reply is there."""
-        return [part.buffer for part in self._frames[3:]] if self._frames else []
-
-    @property
-    def _settled(self) -> bool:
-        return self._frames is not None or self._failure is not None
+        return [part.buffer for part in self._outcome[3:]] if isinstance(self._outcome, list) else []
 
     def _expired(self) -> ServerUnavailable:
         detail = "" if self._sent else "no connection could be made (is `lmcache server` running there?)"
@@ -136,11 +133,13 @@ class ServerConnection:
         self.url = server_url(url)
         self.timeout = timeout
         self._pid = os.getpid()
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._pending: weakref.WeakValueDictionary[bytes, PendingReply] = weakref.WeakValueDictionary()
         self._outbox: deque[tuple[PendingReply, list[Buffer]]] = deque()
         self._uids = itertools.count()
         self._reading = False
+        self._armed = False
         self._closed = False
         self._open()
 
@@ -166,7 +165,7 @@ class ServerConnection:
         pending = PendingReply(self, uid, operation, reply, self.timeout if timeout is None else timeout)
         parts = [uid, name, encode(message), *frames]
         self._check_process()
-        with self._changed:
+        with self._lock:
             self._check_open()
             if len(self._outbox) >= MAX_OUTBOX:
                 raise ServerUnavailable(
@@ -181,7 +180,7 @@ class ServerConnection:
         """Close the socket and end every wait for it with an error. Idempotent."""
         if os.getpid() != self._pid:
             return  # the parent's sockets are the parent's to close
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -216,32 +215,41 @@ class ServerConnection:
     def _await(self, pending: PendingReply, until: float) -> None:
         """Return when `pending` is settled or it is `until`; at its deadline it is settled as expired."""
         self._check_process()
-        with self._changed:
+        with self._lock:
             if not self._closed and time.monotonic() >= until:
                 self._pump()
-            while not pending._settled and (now := time.monotonic()) < until:
+            while pending._outcome is None and (now := time.monotonic()) < until:
                 if self._reading:
                     self._changed.wait(until - now)
-                else:
+                elif self._armed:
                     self._sleep_on_socket(until)
-            if not pending._settled and time.monotonic() >= pending._deadline:
-                pending._failure = pending._expired()
+                else:
+                    self._pump()
+            if pending._outcome is None and time.monotonic() >= pending._deadline:
+                pending._outcome = pending._expired()
                 self._pending.pop(pending._uid, None)
 
     def _sleep_on_socket(self, until: float) -> None:
         """Sleep until something arrives or it is `until`, take it in, and let another thread have the socket."""
         self._reading = True
-        self._changed.release()
+        self._lock.release()
         try:
             events = self._arrivals.poll(max(0, math.ceil((until - time.monotonic()) * 1000)))
         finally:
-            self._changed.acquire()
+            self._lock.acquire()
             self._reading = False
             self._changed.notify_all()
-        if any(fd == self._wake for fd, _ in events):
+        if self._closed or not events:
+            return
+        self._armed = False
+        if events == self._arrival and not self._outbox:
+            # Mostly the one reply that is waited for; whoever has to wait longer looks for more.
+            with contextlib.suppress(zmq.Again):
+                self._receive()
+            return
+        if (self._wake, select.POLLIN) in events:
             os.eventfd_read(self._wake)
-        if not self._closed:
-            self._pump()
+        self._pump()
 
     # --- the socket: with the lock ------------------------------------------------------------------------------
 
@@ -262,6 +270,7 @@ class ServerConnection:
         self._breaks.register(self._monitor.fileno(), select.POLLIN)
         for fd in (self._socket.fileno(), self._monitor.fileno(), self._wake):
             self._arrivals.register(fd, select.POLLIN)
+        self._arrival = [(self._socket.fileno(), select.POLLIN)]
         try:
             self._socket.connect(self.url)
         except zmq.ZMQError as error:
@@ -270,7 +279,10 @@ class ServerConnection:
 
     def _pump(self) -> None:
         """Send what can be sent, take in what arrived; leaves the descriptors armed."""
+        self._armed = False
         news = self._take_breaks()
+        while self._outbox and self._send_next():
+            pass
         while True:
             # Asking for the events is what makes libzmq look; a send alone may not notice that a peer is there now.
             events = _events(self._socket)
@@ -279,6 +291,7 @@ class ServerConnection:
                 news = True
             elif not (self._outbox and events & POLLOUT and self._send_next()):
                 break
+        self._armed = True
         if news:
             self._changed.notify_all()
             if self._reading:
@@ -298,21 +311,26 @@ class ServerConnection:
         return broke
 
     def _receive(self) -> None:
-        parts = [self._socket.recv(copy=False)]
-        while parts[-1].more:
-            parts.append(self._socket.recv(copy=False))
+        """Take one message in; raises zmq.Again if there is none."""
+        receive = self._socket.recv
+        part = receive(NOBLOCK, copy=False)
+        parts = [part]
+        while part.more:
+            part = receive(NOBLOCK, copy=False)
+            parts.append(part)
         pending = self._pending.pop(parts[0].bytes, None)
-        if pending is not None and not pending._settled:
-            pending._frames = parts
+        if pending is not None and pending._outcome is None:
+            pending._outcome = parts
 
     def _send_next(self) -> bool:
         """Send the oldest unsent request, or drop it if it was given up; False if it cannot be sent now."""
         pending, parts = self._outbox[0]
-        if not pending._settled and time.monotonic() < pending._deadline:
+        if pending._outcome is None and time.monotonic() < pending._deadline:
+            send = self._socket.send
             try:
                 for part in parts[:-1]:
-                    self._socket.send(part, MORE)
-                self._socket.send(parts[-1], NOBLOCK)
+                    send(part, MORE)
+                send(parts[-1], NOBLOCK)
             except zmq.Again:
                 return False
             pending._sent = True
@@ -322,7 +340,7 @@ class ServerConnection:
     def _fail_all(self, failure: LMCacheSDKError | None, *, sent_only: bool) -> None:
         for uid, pending in list(self._pending.items()):
             if pending._sent or not sent_only:
-                pending._failure = failure or ConnectionLost(pending.operation, self.url, pending._seconds)
+                pending._outcome = failure or ConnectionLost(pending.operation, self.url, pending._seconds)
                 self._pending.pop(uid, None)
         if not sent_only:
             self._outbox.clear()

@@ -100,6 +100,45 @@ def test_a_sleeping_thread_wakes_when_another_thread_takes_its_reply_in() -> Non
             assert not sleeper.is_alive(), "the reply was taken in, and nobody told the thread that waited for it"
 
 
+def test_what_arrived_together_is_there_for_each_that_waits() -> None:
+    class InPairs(Router):
+        def _serve(self) -> None:
+            waiting: list[list[bytes]] = []
+            while not self._stopping.is_set():
+                if self._socket.poll(10):
+                    identity, uid, name, message = self._socket.recv_multipart()
+                    waiting.append([identity, uid, name, encode(hello_reply(message))])
+                    if len(waiting) == 2:
+                        for frames in waiting:
+                            self._socket.send_multipart(frames)
+                        waiting.clear()
+
+    with InPairs(mute) as router, ServerConnection(router.url, timeout=2) as connection:
+        for _ in range(20):
+            first, second = connection.submit(Hello(1)), connection.submit(Hello(2))
+            time.sleep(0.01)
+            assert [first.wait().protocol, second.wait().protocol] == [1, 2]
+
+
+def test_a_wake_for_nothing_is_no_reply_and_no_error() -> None:
+    def late(_: str, message: bytes, __: list[bytes]) -> list[list[bytes]]:
+        time.sleep(0.2)
+        return [[encode(hello_reply(message))]]
+
+    with Router(late) as router, ServerConnection(router.url, timeout=5) as connection:
+        pending, poll = connection.submit(Hello(3)), connection._arrivals.poll
+        woken: list[object] = []
+
+        class Restless:
+            def poll(self, milliseconds: int) -> list[tuple[int, int]]:
+                woken.append(milliseconds)
+                return connection._arrival if len(woken) < 3 else poll(milliseconds)
+
+        connection._arrivals = Restless()  # type: ignore[assignment]
+        assert pending.wait().protocol == 3
+        assert len(woken) >= 3
+
+
 def test_a_thread_takes_the_socket_over_from_one_that_gives_up() -> None:
     def late(_: str, message: bytes, __: list[bytes]) -> list[list[bytes]]:
         if hello_reply(message).protocol == 1:
