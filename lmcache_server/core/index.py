@@ -20,8 +20,8 @@ _NO_EXTRAS: Mapping[int, bytes] = {}
 
 
 class Node(Generic[T]):
-    """One chunk. `parts` are its objects, `missing` how many of them are not sealed, `writers` how many reservations
-    touch it.
+    """One chunk. `parts` are its objects, `missing` how many of them are not sealed, `slots` where they are, as it
+    travels, once none is missing; `writers` is how many reservations touch it.
     """
 
     __slots__ = (
@@ -29,10 +29,12 @@ class Node(Generic[T]):
         "extras",
         "hash",
         "missing",
+        "only",
         "parent",
         "parts",
         "queued",
         "root",
+        "slots",
         "tick",
         "tokens",
         "writers",
@@ -45,8 +47,11 @@ class Node(Generic[T]):
         self.tokens = tokens
         self.extras = extras
         self.children: dict[bytes, Node[T]] = {}
+        self.only: Node[T] | None = None
+        """The child, if there is no other: a walk needs no hash to choose it."""
         self.parts: list[T | None] = [None] * parts
         self.missing = parts
+        self.slots = b""
         self.writers = 0
         self.tick = 0
         self.queued = False
@@ -127,17 +132,13 @@ class PrefixIndex(Generic[T]):
         if node is None:
             return nodes
         size, same = self._hasher.chunk_bytes, tokens.startswith
-        for i in range(len(tokens) // size):
-            extra = extras.get(i, b"") if extras else b""
-            children = node.children
-            if len(children) == 1:  # nothing to choose, so no hash is needed: the tokens decide anyway
-                (child,) = children.values()
-            else:
-                found = children.get(self._hasher.chain(node.hash, tokens[i * size : (i + 1) * size], extra))
-                if found is None:
-                    break
-                child = found
-            if child.missing or not same(child.tokens, i * size) or child.extras != extra:
+        for start in range(0, len(tokens) - size + 1, size):
+            extra = extras.get(start // size, b"") if extras else b""
+            child = node.only
+            if child is None:
+                child = node.children.get(self._hasher.chain(node.hash, tokens[start : start + size], extra))
+            # Whoever chose it, the tokens decide.
+            if child is None or child.missing or child.extras != extra or not same(child.tokens, start):
                 break
             nodes.append(child)
             node = child
@@ -158,6 +159,7 @@ class PrefixIndex(Generic[T]):
             child = node.children.get(chunk_hash)
             if child is None:
                 child = node.children[chunk_hash] = Node(node, chunk_hash, chunk, extra, parts)
+                node.only = child if len(node.children) == 1 else None
                 self.size += 1
             elif child.tokens != chunk or child.extras != extra:
                 return
@@ -167,7 +169,9 @@ class PrefixIndex(Generic[T]):
     def remove(self, node: Node[T]) -> None:
         """Take a node without children out of its tree."""
         assert node.parent is not None and not node.children
-        del node.parent.children[node.hash]
+        siblings = node.parent.children
+        del siblings[node.hash]
+        node.parent.only = next(iter(siblings.values())) if len(siblings) == 1 else None
         if self.attached(node):
             self.size -= 1
 

@@ -31,7 +31,12 @@ def _check_node(cache: L1Cache, node: ChunkNode) -> None:
     assert not node.empty, "a chunk without any object stays in the index"
     sealed = sum(part is not None and part.state is State.SEALED for part in node.parts)
     assert node.missing == len(node.parts) - sealed, "a chunk miscounts its missing parts"
+    slots = [part.slot for part in node.parts if part is not None]
+    assert node.missing or node.slots == b"".join(slots), "a complete chunk does not say where its objects are"
     assert node.queued or not cache.is_evictable(node), "an evictable chunk is not in the eviction queue"
+    for above in (node, node.root):
+        single = len(above.children) == 1
+        assert list(above.children.values()) == [above.only] if single else above.only is None, "a stale only child"
 
 
 def _all_nodes(cache: L1Cache, reachable: list[ChunkNode]) -> list[ChunkNode]:

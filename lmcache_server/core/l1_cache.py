@@ -13,7 +13,7 @@ protects all of it.
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from lmcache_server.core.allocator import Allocator
 from lmcache_server.core.eviction import LeafLRU
@@ -27,6 +27,7 @@ from lmcache_server.protocol.messages import Acquired, CommitState, Committed, P
 
 __all__ = ["L1Cache"]
 
+_SLOT = attrgetter("slot")
 NO_SLOT = pack_slots([0, 0])
 """In the place of a part that is not to be filled."""
 
@@ -265,9 +266,8 @@ class L1Cache:
     # Objects.
 
     def _slots(self, nodes: list[ChunkNode], own: range) -> bytes:
-        slots = [part.slot for node in nodes for part in node.parts[own.start : own.stop] if part is not None]
-        assert len(slots) == len(nodes) * len(own)
-        return b"".join(slots)
+        start, stop = own.start * len(NO_SLOT), own.stop * len(NO_SLOT)
+        return b"".join([node.slots[start:stop] for node in nodes])
 
     def _allocate_parts(
         self, node: ChunkNode, absent: list[int], part_bytes: tuple[int, ...]
@@ -372,11 +372,14 @@ class L1Cache:
     # Reservations.
 
     def _seal(self, node: ChunkNode, taken: list[tuple[int, MemoryObj]], framed: bool) -> bool:
-        if any(obj.state is not State.RESERVED or (framed and obj.written != obj.length) for _, obj in taken):
-            return False
+        for _, obj in taken:
+            if obj.state is not State.RESERVED or (framed and obj.written != obj.length):
+                return False
         for _, obj in taken:
             obj.apply(Event.COMMIT)
             node.missing -= 1
+        if not node.missing:
+            node.slots = b"".join(map(_SLOT, node.parts))
         node.writers -= 1
         self.journal.stored(node)
         self._lru.touch(node)

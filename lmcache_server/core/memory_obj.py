@@ -22,6 +22,8 @@ class State(Enum):
     QUARANTINED = "quarantined"
     FREED = "freed"
 
+    __hash__ = object.__hash__  # there is one of each: the hash of its name would cost a call per chunk
+
 
 class Event(Enum):
     """What happens to a MemoryObj."""
@@ -36,6 +38,8 @@ class Event(Enum):
     """The writer of a quarantined object answered, or is gone."""
     DROP = "drop"
     """It is evicted or cleared; never while somebody holds a reference."""
+
+    __hash__ = object.__hash__
 
 
 TRANSITIONS: dict[tuple[State, Event], State] = {

@@ -79,6 +79,21 @@ def unsealed_in_place(cache: SmallCache) -> None:
     part(cache).state = State.RESERVED
 
 
+def misplace_slots(cache: SmallCache) -> None:
+    nodes(cache)[0].slots = nodes(cache)[1].slots
+
+
+def forget_an_only_child(cache: SmallCache) -> None:
+    nodes(cache)[0].only = None
+
+
+def keep_an_only_child(cache: SmallCache) -> None:
+    cache.store(2, "y")
+    cache.store(2, "x")
+    root = nodes(cache)[0].root
+    root.only = nodes(cache)[0]
+
+
 def list_a_lease_nowhere(cache: SmallCache) -> None:
     cache.l1.reads._by_owner.clear()
 
@@ -87,7 +102,8 @@ def list_a_lease_nowhere(cache: SmallCache) -> None:
     "damage",
     [
         forget_reads, forget_lost, leak_bytes, lose_a_reference, miscount_objects, miscount_nodes, miscount_quarantine,
-        miscount_missing, stale_generation, forget_in_queue, unsealed_in_place, list_a_lease_nowhere,
+        miscount_missing, stale_generation, forget_in_queue, unsealed_in_place, misplace_slots, forget_an_only_child,
+        keep_an_only_child, list_a_lease_nowhere,
     ],
     ids=lambda damage: damage.__name__,
 )  # fmt: skip
