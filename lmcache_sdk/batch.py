@@ -63,6 +63,8 @@ class LMCacheBatchedStream:
 
     def add(self, request: RequestStream) -> None:
         """Take a stream into the batch."""
+        if not hasattr(request, "request_stream_id"):
+            raise LMCacheBatchedStreamError(f"request: expected a request stream, got {type(request).__name__}")
         if request.request_stream_id in self.request_streams:
             raise LMCacheBatchedStreamError(f"request stream {request.request_stream_id} is in this batch already")
         self.request_streams[request.request_stream_id] = request

@@ -232,6 +232,8 @@ def test_a_stream_is_added_once_and_found_by_its_id() -> None:
     assert batch.get_request_stream("a") is stream
     with pytest.raises(LMCacheBatchedStreamError, match="request stream a is in this batch already"):
         batch.add(stream)
+    with pytest.raises(LMCacheBatchedStreamError, match="expected a request stream, got int"):
+        batch.add(7)  # type: ignore[arg-type]
     with pytest.raises(LMCacheBatchedStreamError, match="no request stream b in this batch"):
         batch.get_request_stream("b")
     assert issubclass(LMCacheBatchedStreamError, LMCacheSDKError)
