@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-OPTIONS = {"layers": 36, "heads": 8, "head_size": 128, "tokens": 4096, "repeats": 7, "seconds": 3.0}
+OPTIONS = {"layers": 36, "heads": 8, "head_size": 128, "tokens": 4096, "repeats": 7, "seconds": 2.0}
 """How much work: the KV that is copied and how often, seconds of each rate of lookups."""
 LOOKUP_TOKENS = (4_096, 32_768, 131_072)
 RATE_TOKENS = 8_192

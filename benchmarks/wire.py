@@ -72,7 +72,7 @@ def client(
 def round_trips(connect: Callable[[str], Call], address: str, clients: int, seconds: float) -> tuple[float, float]:
     """Round trips per second of all clients together, and the median of their microseconds."""
     results: multiprocessing.Queue[list[float]] = FORK.Queue()
-    start = time.time() + 0.5 + 0.03 * clients
+    start = time.time() + 0.2 + 0.015 * clients
     arguments = (connect, address, start, seconds, results)
     processes = [FORK.Process(target=client, args=arguments) for _ in range(clients)]
     for process in processes:
