@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks._budgets import BUDGETS, COLUMNS, measured, summary, table
 from benchmarks._measure import rendered, report, require_cuda
-from benchmarks._peer import require_peer
+from benchmarks._peer import peer_version, require_peer
 from benchmarks._plots import drawn
 
 HERE = Path(__file__).parent
@@ -87,7 +87,7 @@ def machine() -> str:
         model = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     with open("/proc/meminfo", encoding="utf-8") as file:
         memory = int(file.readline().split()[1]) / 2**20
-    there = {name: version(name) for name in SHOWN}
+    there = {name: version(name) for name in SHOWN} | {"LMCache (the peer)": peer_version()}
     versions = ", ".join(f"{name} {number}" for name, number in there.items() if number)
     return (
         f"{os.cpu_count()} cores of {model}, {memory:.0f} GiB, {platform.system()} {platform.release()}, "

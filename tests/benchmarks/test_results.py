@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks._budgets import BUDGETS
+from benchmarks._peer import peer_version
 from benchmarks._plots import PICTURES
 
 bench = importlib.import_module("benchmarks.__main__")
@@ -32,6 +33,7 @@ def test_a_whole_run_has_every_budget_and_what_each_part_took(
         assert all(budget.text in part for budget in BUDGETS.values())
         assert "no GPU here" in part or torch.cuda.is_available()
     assert "Written by `python -m benchmarks --peer`" in text and "cores of" in text and "torch" in text
+    assert peer_version() is None or f"LMCache (the peer) {peer_version()}" in text
     assert "`python -m benchmarks.wire`, commit " in text and "wire table\n```" in text and ", 2 s" in text
     assert re.search(r"^all +4$", text, re.M), "seconds of all together"
     assert '{"benchmark"' not in text
