@@ -1,9 +1,9 @@
 """Typed messages <-> MessagePack maps.
 
 A message is a frozen dataclass; its wire form is a map from field name to value. Decoding checks every type, refuses
-unknown and missing fields, and names the path of the first thing that is wrong (`requests[2].tokens`). The decoder of a
-class is built once, from its annotations, so that a message costs one call per field. How many values one message may
-hold is limited, so that no sender can keep the receiver busy for long.
+unknown and missing fields, and names the path of what is wrong (`requests[2].tokens`); the path is put together while
+the error climbs, so that nothing else pays for it. The decoder of a class is built once, from its annotations. How many
+values one message may hold is limited, so that no sender can keep the receiver busy for long.
 
     int, float, bool, str, bytes    as they are (an int is accepted for a float, a bool never for an int)
     StrEnum                         its value
@@ -36,7 +36,8 @@ _PLAIN = frozenset({int, bytes, str, float, bool, type(None)})
 """What goes on the wire as it is."""
 
 M = TypeVar("M")
-Decoder = Callable[[Any, str], Any]
+Decoder = Callable[[Any], Any]
+_ABSENT = object()
 
 
 def encode(message: Any) -> bytes:
@@ -74,8 +75,13 @@ def unpack(data: bytes | memoryview, *, longest: int = MAX_ARRAY, most: int = MA
 
 
 def from_map(cls: type[M], value: Any, path: str = "") -> M:
-    """The message of type `cls` whose wire map is `value`; raises ProtocolError(INVALID) as `decode` does."""
-    return typing.cast(M, _decoder(typing.cast(Hashable, cls))(value, path))
+    """The message of type `cls` whose wire map is `value`; raises ProtocolError(INVALID) as `decode` does, for fields
+    under `path`.
+    """
+    try:
+        return typing.cast(M, _decoder(typing.cast(Hashable, cls))(value))
+    except ProtocolError as error:
+        raise _within(path, error) from None
 
 
 def to_map(value: Any) -> Any:
@@ -111,7 +117,7 @@ def _decoder(annotation: Any) -> Decoder:
     if origin in (types.UnionType, typing.Union):
         (inner,) = (argument for argument in arguments if argument is not type(None))
         some = _decoder(inner)
-        return lambda value, path: None if value is None else some(value, path)
+        return lambda value: None if value is None else some(value)
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         return _enum_decoder(annotation)
     return _scalar_decoder(annotation)
@@ -121,27 +127,27 @@ def _scalar_decoder(kind: type) -> Decoder:
     if kind is float:
         return _decode_float
 
-    def decode_scalar(value: Any, path: str) -> Any:
+    def decode_scalar(value: Any) -> Any:
         if type(value) is not kind:
-            raise invalid(path, f"expected {kind.__name__}, got {type(value).__name__}")
+            raise _unexpected(kind.__name__, value)
         return value
 
     return decode_scalar
 
 
-def _decode_float(value: Any, path: str) -> float:
+def _decode_float(value: Any) -> float:
     if type(value) not in (float, int):
-        raise invalid(path, f"expected float, got {type(value).__name__}")
+        raise _unexpected("float", value)
     return float(value)
 
 
 def _enum_decoder(kind: type[StrEnum]) -> Decoder:
-    def decode_enum(value: Any, path: str) -> StrEnum:
+    def decode_enum(value: Any) -> StrEnum:
         try:
             return kind(value)
         except ValueError:
             allowed = ", ".join(member.value for member in kind)
-            raise invalid(path, f"expected one of {allowed}, got {_shown(value)}") from None
+            raise invalid("", f"expected one of {allowed}, got {_shown(value)}") from None
 
     return decode_enum
 
@@ -150,53 +156,87 @@ def _tuple_decoder(annotation: Any) -> Decoder:
     item = _decoder(annotation)
     plain = {annotation} if annotation in (int, str, bytes) else set()
 
-    def decode_tuple(value: Any, path: str) -> tuple[Any, ...]:
+    def decode_tuple(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list):
-            raise invalid(path, f"expected array, got {type(value).__name__}")
+            raise _unexpected("array", value)
         if plain and plain.issuperset(map(type, value)):
             return tuple(value)
-        return tuple([item(element, f"{path}[{i}]") for i, element in enumerate(value)])
+        decoded: list[Any] = []
+        try:
+            for element in value:
+                decoded.append(item(element))
+        except ProtocolError as error:
+            raise _within(f"[{len(decoded)}]", error) from None
+        return tuple(decoded)
 
     return decode_tuple
 
 
 def _dict_decoder(key: Decoder, item: Decoder) -> Decoder:
-    def decode_dict(value: Any, path: str) -> dict[Any, Any]:
+    def decode_dict(value: Any) -> dict[Any, Any]:
         if not isinstance(value, dict):
-            raise invalid(path, f"expected map, got {type(value).__name__}")
-        return {key(name, path): item(element, f"{path}[{name!r}]") for name, element in value.items()}
+            raise _unexpected("map", value)
+        decoded = {}
+        for name, element in value.items():
+            known = key(name)
+            try:
+                decoded[known] = item(element)
+            except ProtocolError as error:
+                raise _within(f"[{name!r}]", error) from None
+        return decoded
 
     return decode_dict
 
 
 def _dataclass_decoder(cls: type) -> Decoder:
     hints = typing.get_type_hints(cls)
-    decoders = {field.name: (hints[field.name], _decoder(hints[field.name])) for field in dataclasses.fields(cls)}
-    required = {
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
+    defaults = {field.name: _default(field) for field in dataclasses.fields(cls)}
+    fields = [(name, hints[name], _decoder(hints[name]), default) for name, default in defaults.items()]
+    known = frozenset(defaults)
+    required = {name for name, default in defaults.items() if default is None}
 
-    def decode_dataclass(value: Any, path: str) -> Any:
+    def decode_dataclass(value: Any) -> Any:
         if not isinstance(value, dict):
-            raise invalid(path, f"expected map, got {type(value).__name__}")
-        prefix = f"{path}." if path else ""
-        arguments = {}
-        for name, item in value.items():
-            known = decoders.get(name)
-            if known is None:
-                raise invalid(prefix + _shown(name).strip("'"), f"unknown field; known are {', '.join(decoders)}")
-            kind, decoder = known
-            arguments[name] = item if type(item) is kind else decoder(item, prefix + name)
-        if not required <= arguments.keys():
-            raise invalid(f"{prefix}{min(required - arguments.keys())}", "missing")
+            raise _unexpected("map", value)
+        if not known.issuperset(value):
+            unknown = next(name for name in value if name not in known)
+            raise invalid(_shown(unknown).strip("'"), f"unknown field; known are {', '.join(defaults)}")
+        arguments = []
+        name = ""
         try:
-            return cls(**arguments)
+            for name, kind, decoder, default in fields:
+                item = value.get(name, _ABSENT)
+                if type(item) is not kind:
+                    if item is not _ABSENT:
+                        item = decoder(item)
+                    elif default is not None:
+                        item = default()
+                    else:
+                        name = ""
+                        raise invalid(min(required - value.keys()), "missing")
+                arguments.append(item)
         except ProtocolError as error:
-            raise ProtocolError(error.code, error.message, prefix + error.field) from None
+            raise _within(name, error) from None
+        return cls(*arguments)
 
     return decode_dataclass
+
+
+def _default(field: "dataclasses.Field[Any]") -> Callable[[], Any] | None:
+    """What makes the value of `field` where it is absent; None if it must not be."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory
+    return None if field.default is dataclasses.MISSING else lambda: field.default
+
+
+def _within(step: str, error: ProtocolError) -> ProtocolError:
+    """The same error, of a field under `step`."""
+    joint = "." if step and error.field and not error.field.startswith("[") else ""
+    return ProtocolError(error.code, error.message, f"{step}{joint}{error.field}")
+
+
+def _unexpected(expected: str, value: Any) -> ProtocolError:
+    return invalid("", f"expected {expected}, got {type(value).__name__}")
 
 
 def _shown(value: Any) -> str:
