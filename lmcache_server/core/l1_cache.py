@@ -23,12 +23,12 @@ from lmcache_server.core.leases import Lease, LeaseTable
 from lmcache_server.core.memory_obj import Event, MemoryObj, State
 from lmcache_server.core.records import ChunkNode, Counters, Entry, GenerationTable, Limits, Reading, Reservation, View
 from lmcache_server.protocol.keys import ChunkHasher
-from lmcache_server.protocol.messages import Acquired, CommitState, Committed, Prompt, Reserved, SessionId, pack_slots
+from lmcache_server.protocol.messages import Acquired, CommitState, Committed, Prompt, Reserved, SessionId, pack_slot
 
 __all__ = ["L1Cache"]
 
 _SLOT = attrgetter("slot")
-NO_SLOT = pack_slots([0, 0])
+NO_SLOT = pack_slot(0, 0)
 """In the place of a part that is not to be filled."""
 
 

@@ -9,7 +9,7 @@ FREED        the bytes belong to the allocator again
 
 from enum import Enum
 
-from lmcache_server.protocol.messages import pack_slots, unpack_slots
+from lmcache_server.protocol.messages import pack_slot, unpack_slots
 
 __all__ = ["TRANSITIONS", "Event", "IllegalTransition", "MemoryObj", "State"]
 
@@ -66,7 +66,7 @@ class MemoryObj:
     def __init__(self, offset: int, length: int, generation: int) -> None:
         self.offset = offset
         self.length = length
-        self.slot = pack_slots([offset, generation])
+        self.slot = pack_slot(offset, generation)
         """Where it is and its generation, as they travel: packed once, sent with every hit."""
         self.state = State.RESERVED
         self.refs = 0

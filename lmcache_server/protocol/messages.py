@@ -49,7 +49,7 @@ __all__ = [
     "ExplainReply", "Hello", "HelloReply", "OPERATIONS", "Piece", "Ping", "PingReply", "ProcessId", "PROTOCOL_VERSION",
     "Prompt", "Read", "ReadReply", "Refusal", "Register", "RegisterReply", "Release", "ReleaseReply", "Reserve",
     "ReserveReply", "Reserved", "SessionId", "SlotRef", "Status", "StatusReply", "Stop", "Transport", "Unregister",
-    "UnregisterReply", "Write", "WriteReply", "check_salt", "pack_slots", "unpack_slots",
+    "UnregisterReply", "Write", "WriteReply", "check_salt", "pack_slot", "unpack_slots",
 ]  # fmt: skip
 
 MAX_SALT = 128
@@ -397,13 +397,16 @@ class SlotRef:
     generation: int
 
 
-def pack_slots(slots: list[int]) -> bytes:
-    """Offsets and generations, alternating, as they travel."""
-    return struct.pack(f"<{len(slots)}Q", *slots)
+_SLOT = struct.Struct("<2Q")
+
+
+def pack_slot(offset: int, generation: int) -> bytes:
+    """One slot as it travels; several are joined."""
+    return _SLOT.pack(offset, generation)
 
 
 def unpack_slots(data: bytes) -> list[SlotRef]:
     """The slots in `data`; raises INVALID if it is not a whole number of them."""
-    if len(data) % 16:
+    if len(data) % _SLOT.size:
         raise invalid("slots", f"expected a multiple of 16 bytes, got {len(data)}")
-    return [SlotRef(offset, generation) for offset, generation in struct.iter_unpack("<QQ", data)]
+    return [SlotRef(offset, generation) for offset, generation in _SLOT.iter_unpack(data)]

@@ -21,7 +21,7 @@ from lmcache_server.protocol.messages import (
     Reserve,
     Reserved,
     SessionId,
-    pack_slots,
+    pack_slot,
 )
 from tests.lmcache_sdk.fake_engine import TINY, registered_engine
 from tests.lmcache_sdk.router import Router
@@ -135,9 +135,9 @@ def test_slots_outside_of_the_pool_are_refused(engine: Attachment) -> None:
     transfer = shared(engine)
     for offset in (engine.hello.pool_bytes - CHUNK_BYTES + 1, engine.hello.pool_bytes, 2**62):
         with pytest.raises(LMCacheSDKError, match="offsets outside of its pool"):
-            transfer.readable(Acquired(1, 1, pack_slots([offset, 1])))
+            transfer.readable(Acquired(1, 1, pack_slot(offset, 1)))
     with pytest.raises(LMCacheSDKError, match="offsets outside of its pool"):
-        transfer.readable(Acquired(1, 1, pack_slots([2**64 - 4096, 1])))
+        transfer.readable(Acquired(1, 1, pack_slot(2**64 - 4096, 1)))
 
 
 @pytest.mark.parametrize("slots", [b"x" * 15, b"x" * 17])
@@ -149,15 +149,15 @@ def test_half_a_slot_is_refused(engine: Attachment, slots: bytes) -> None:
 def test_slots_that_are_no_whole_chunks_are_refused(server: CacheServer, model: str) -> None:
     with registered_engine(server, model, world_size=2, worker_id=None) as everyone:
         with pytest.raises(LMCacheSDKError, match="the server sent 3, which is not 2 per chunk"):
-            everyone.transfer.readable(Acquired(2, 1, pack_slots([0, 1] * 3)))
+            everyone.transfer.readable(Acquired(2, 1, pack_slot(0, 1) * 3))
         with pytest.raises(LMCacheSDKError, match="the server sent 2, which is not 2 per chunk"):
-            everyone.transfer.writable(Reserved(1, (0, 1), pack_slots([0, 1] * 2), 0, 0, 0))
+            everyone.transfer.writable(Reserved(1, (0, 1), pack_slot(0, 1) * 2, 0, 0, 0))
 
 
 def test_nothing_is_written_into_a_pool_that_is_not_the_servers(engine: Attachment) -> None:
     transfer = shared(engine)
     with pytest.raises(LMCacheSDKError, match="is not the pool that the server reserves from: nothing was written"):
-        transfer.writable(Reserved(1, (0,), pack_slots([0, 12345678]), 0, 0, 0))
+        transfer.writable(Reserved(1, (0,), pack_slot(0, 12345678), 0, 0, 0))
 
 
 def test_a_closed_transfer_is_an_error_and_its_tensors_stay(server: CacheServer, model: str) -> None:
@@ -179,7 +179,7 @@ def test_frames_that_do_not_fit_their_pieces_are_an_error(frames: list[bytes]) -
     with Router(lambda *_: [[reply, *frames]]) as router, ServerConnection(router.url) as connection:
         transfer = FrameTransfer(connection, 1, [100], 4096)
         with pytest.raises(LMCacheSDKError, match="frames that do not fit them"):
-            transfer.readable(Acquired(1, 1, pack_slots([0, 1])))
+            transfer.readable(Acquired(1, 1, pack_slot(0, 1)))
 
 
 def test_the_layout_of_these_tests_is_one_chunk_of_tiny() -> None:

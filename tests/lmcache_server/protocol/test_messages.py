@@ -74,13 +74,13 @@ def test_two_prompts_of_one_session_cannot_both_be_leased() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), max_size=8))
 def test_slots_come_back_as_they_were_packed(slots: list[tuple[int, int]]) -> None:
-    packed = m.pack_slots([number for slot in slots for number in slot])
+    packed = b"".join(m.pack_slot(*slot) for slot in slots)
     assert len(packed) == 16 * len(slots)
     assert m.unpack_slots(packed) == [m.SlotRef(*slot) for slot in slots]
 
 
 def test_slots_travel_as_little_endian_pairs() -> None:
-    assert m.pack_slots([4096, 1]) == struct.pack("<QQ", 4096, 1)
+    assert m.pack_slot(4096, 1) == struct.pack("<QQ", 4096, 1)
     with pytest.raises(ProtocolError, match="multiple of 16"):
         m.unpack_slots(bytes(17))
 
