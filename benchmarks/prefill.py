@@ -14,8 +14,8 @@ adapter, to LMCache's own server; all are alive at once and do the same in turn.
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 from benchmarks._budgets import COLUMNS, table
 from benchmarks._measure import Sample, Spread, report, require_cuda
@@ -30,6 +30,25 @@ KV_BYTES_PER_TOKEN, POOL_PROMPTS = 12 * 2**10, 2.5
 """Our server evicts from the third prompt on, which is the first pair's."""
 SETTLED = 0.1
 """Seconds for what the engine before may still have to do."""
+
+
+@contextmanager
+def alive(tokens: int, peer: bool, gpu: bool) -> Iterator[tuple[dict[str, Engine], dict[str, Callable[[], object]]]]:
+    """Engines by side, ready, and what is to be done before a new prompt of a side."""
+    ports: dict[str, int | None] = {"none": None}
+    before: dict[str, Callable[[], object]] = {}
+    with ExitStack() as running:
+        model, pool = build_model(), POOL_PROMPTS * KV_BYTES_PER_TOKEN * tokens / 2**30
+        ports["ours"] = running.enter_context(serving(pool, 256, "--no-l1-use-lazy")).port
+        if peer:
+            server = running.enter_context(serving_peer(3.0))
+            ports["peer"], before["peer"] = server.port, server.clear
+        engines = {
+            side: running.enter_context(engine(model, side, port, tokens, peer=side == "peer", gpu=gpu))
+            for side, port in ports.items()
+        }
+        ready(engines.values())
+        yield engines, before
 
 
 def hits(engines: Mapping[str, Engine], prompts: Sequence[list[int]], rounds: int) -> dict[str, tuple[Sample, Sample]]:
@@ -102,19 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     require_cuda(options.gpu)
     require_peer(options.peer)
-    tokens, before = options.tokens, {}
-    with ExitStack() as running:
-        model, pool = build_model(), POOL_PROMPTS * KV_BYTES_PER_TOKEN * tokens / 2**30
-        server = running.enter_context(serving(pool, 256, "--no-l1-use-lazy"))
-        ports = {"none": None, "ours": server.port}
-        if options.peer:
-            other = running.enter_context(serving_peer(3.0))
-            ports["peer"], before["peer"] = other.port, other.clear
-        engines = {
-            side: running.enter_context(engine(model, side, port, tokens, peer=side == "peer", gpu=options.gpu))
-            for side, port in ports.items()
-        }
-        ready(engines.values())
+    tokens = options.tokens
+    with alive(tokens, options.peer, options.gpu) as (engines, before):
         caching = {side: one for side, one in engines.items() if side != "none"}
         prompts = [prompt(seed, tokens) for seed in range(PROMPTS)]
         for one in caching.values():
@@ -127,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts = {side: {"tokens_per_second": tokens / sample.median} for side, sample in new.items()}
     for side, (local, external) in hit.items():
         facts[side] |= {"local_ms": local.median * 1e3, "external_ms": external.median * 1e3}
-    report(f"prefill, {tokens} tokens, 12 layers", columns, rows(hit, new, tokens), facts)
+    device = "CUDA" if options.gpu else "the CPU"
+    report(f"prefill, {tokens} tokens, 12 layers, on {device}", columns, rows(hit, new, tokens), facts)
     report("prefill, ratios", COLUMNS, table(found), {"budgets": found})
 
 
