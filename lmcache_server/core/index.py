@@ -152,19 +152,28 @@ class PrefixIndex(Generic[T]):
         Ends early at a node whose hash is equal and whose tokens are not: nothing can be stored beyond a collision.
         """
         node: Node[T] = self.root(key)
-        size = self._hasher.chunk_bytes
+        size, same = self._hasher.chunk_bytes, tokens.startswith
         for i in range(len(tokens) // size):
-            chunk, extra = tokens[i * size : (i + 1) * size], extras.get(i, b"")
-            chunk_hash = self._hasher.chain(node.hash, chunk, extra)
-            child = node.children.get(chunk_hash)
-            if child is None:
-                child = node.children[chunk_hash] = Node(node, chunk_hash, chunk, extra, parts)
-                node.only = child if len(node.children) == 1 else None
-                self.size += 1
-            elif child.tokens != chunk or child.extras != extra:
-                return
+            extra = extras.get(i, b"") if extras else b""
+            child = node.only
+            if child is None or child.extras != extra or not same(child.tokens, i * size):
+                child = self._child(node, tokens[i * size : (i + 1) * size], extra, parts)
+                if child is None:
+                    return
             node = child
             yield i, node
+
+    def _child(self, node: Node[T], chunk: bytes, extra: bytes, parts: int) -> Node[T] | None:
+        """The child of `node` for `chunk`, made if there is none; None where its hash is another's."""
+        chunk_hash = self._hasher.chain(node.hash, chunk, extra)
+        child = node.children.get(chunk_hash)
+        if child is None:
+            child = node.children[chunk_hash] = Node(node, chunk_hash, chunk, extra, parts)
+            node.only = child if len(node.children) == 1 else None
+            self.size += 1
+        elif child.tokens != chunk or child.extras != extra:
+            return None
+        return child
 
     def remove(self, node: Node[T]) -> None:
         """Take a node without children out of its tree."""

@@ -122,6 +122,9 @@ class L1Cache:
         walk = self.index.walk((view.namespace, prompt.salt), len(view.part_bytes), prompt.tokens, prompt.extras)
         for i, node in walk:
             walked = i + 1
+            if not node.missing:
+                resident += resident == i
+                continue
             absent = [p for p in view.own if node.parts[p] is None]
             if absent and i < first:
                 if node.empty:  # the walk made it, and nobody will fill it

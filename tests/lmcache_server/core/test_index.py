@@ -194,3 +194,17 @@ def test_a_walk_ends_with_its_tree(index: PrefixIndex[str]) -> None:
     next(walk)
     index.detach_all()
     assert list(walk) == []
+
+
+def test_a_run_without_branches_is_walked_and_hit_without_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    index: PrefixIndex[str] = PrefixIndex(ChunkHasher(1))
+    nodes = fill(index, "k", tokens(1, 2, 3), {1: b"x"})
+
+    def chain(*_: bytes) -> bytes:
+        raise AssertionError("hashed again")
+
+    monkeypatch.setattr(index._hasher, "chain", chain)
+    assert index.hit("k", tokens(1, 2, 3), {1: b"x"}) == nodes
+    assert [node for _, node in index.walk("k", 1, tokens(1, 2, 3), {1: b"x"})] == nodes
+    with pytest.raises(AssertionError, match="hashed again"):
+        list(index.walk("k", 1, tokens(1, 2, 3), {1: b"y"}))

@@ -479,6 +479,16 @@ def test_one_shard_that_gives_up_does_not_take_the_others_bytes() -> None:
     assert cache.hit("ab") == 2
 
 
+def test_only_leading_chunks_count_as_resident() -> None:
+    cache = SmallCache(ranks=2)
+    cache.store(1, "abc")
+    reserved = cache.reserve(2, "abc")
+    cache.commit(2, reserved.reservation, (1,))  # shard 1 of the second chunk alone: it is complete, the first is not
+    again = cache.reserve(2, "abc")
+    assert (again.resident, again.chunks, again.busy) == (0, (0, 2), 0)
+    assert cache.reserve(1, "abcd").resident == 3
+
+
 def test_a_lease_of_one_shard_protects_the_whole_chunk() -> None:
     cache = SmallCache(pool=4, ranks=2)
     cache.store(0, "ab")
