@@ -13,7 +13,6 @@ sees and to survive kills; use the in-process engine to look at the connector an
 
 import gc
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from _demo_engine import ENVIRONMENT, WARM_UP, Completion, Engine, weights_dtype
 
+import lmcache_connector.cpu_tiles  # noqa: F401 - lets a process that has llvmlite start another engine
 from tests.models import tiny_model
 
 __all__ = [
@@ -68,14 +68,13 @@ class InProcessEngine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        with _hidden("llvmlite"):
-            self.llm = LLM(
-                model=str(model),
-                dtype=weights_dtype(model),
-                enforce_eager=True,
-                kv_transfer_config=KVTransferConfig(**connector) if connector is not None else None,
-                **{"max_model_len": 4096, "max_num_seqs": 16, "disable_log_stats": True, **options},
-            )
+        self.llm = LLM(
+            model=str(model),
+            dtype=weights_dtype(model),
+            enforce_eager=True,
+            kv_transfer_config=KVTransferConfig(**connector) if connector is not None else None,
+            **{"max_model_len": 4096, "max_num_seqs": 16, "disable_log_stats": True, **options},
+        )
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
         self.complete(WARM_UP)
 
@@ -159,18 +158,6 @@ def in_process_engine(
             yield engine
         finally:
             engine.close()
-
-
-@contextmanager
-def _hidden(package: str) -> Iterator[None]:
-    """Without the package's modules: vLLM, when it starts, looks into whatever is imported, and llvmlite (which its
-    n-gram speculation has imported) does not bear that.
-    """
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == package}
-    try:
-        yield
-    finally:
-        sys.modules.update(hidden)
 
 
 @contextmanager

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_connector.cpu_connector import PackedCopier
-from lmcache_connector.cpu_packing import CpuKernel
 from lmcache_connector.gpu_connector import Copier, StagedCopier
 from lmcache_connector.shapes import EngineGroup, EngineShape
 from lmcache_server.protocol.layout import KernelGroup
@@ -46,7 +44,7 @@ def _group_copier(
     backends = get_current_attn_backends(vllm_config, list(engine_group.layers))
     names = sorted({backend.get_name() for backend in backends})
     if names == ["CPU_ATTN"]:
-        return PackedCopier(pages, group, engine_group.block_size, _cpu_kernel(vllm_config, engine_group))
+        return _packed_copier(vllm_config, engine_group, group, pages)
     if set(names) & set(UNSTEADY_BACKENDS):
         raise ValueError(
             f"layer {engine_group.layers[0]}: the attention backend {', '.join(names)} computes a prompt differently "
@@ -65,14 +63,19 @@ def _group_copier(
     return StagedCopier(pages, group, engine_group.block_size)
 
 
-def _cpu_kernel(vllm_config: "VllmConfig", engine_group: EngineGroup) -> CpuKernel:
-    """What writes these layers' caches on a CPU."""
+def _packed_copier(
+    vllm_config: "VllmConfig", engine_group: EngineGroup, group: KernelGroup, pages: list[torch.Tensor]
+) -> Copier:
+    # These import numba, which is of no use on a GPU.
+    from lmcache_connector.cpu_connector import PackedCopier
+    from lmcache_connector.cpu_packing import CpuKernel
+
     layers = [vllm_config.compilation_config.static_forward_context[layer] for layer in engine_group.layers]
     dtype = vllm_config.model_config.dtype
     kernels = {CpuKernel(layer.isa, dtype, layer.impl.kv_cache_dtype) for layer in layers}
     if len(kernels) != 1:
         raise ValueError(f"the layers' attention writes its cache in several ways {kernels}; expected one")
-    return kernels.pop()
+    return PackedCopier(pages, group, engine_group.block_size, kernels.pop())
 
 
 def _check_owners(shape: EngineShape, kv_caches: Mapping[str, torch.Tensor]) -> None:

@@ -1,27 +1,31 @@
 """How vLLM's CPU attention packs K and V inside one (block, head) cell, found by asking it.
 
 The packing depends on the instruction set that vLLM chose for a layer, and vLLM does not declare it. So we let vLLM's
-own kernel write numbers that name their place into a scratch cache, read off where each of them went, and look for
-strides that say the same (`packed_plane`). A cell has 2 * block_size * head_size elements; positions count them.
+own kernel write numbers that name their place into a scratch cache, read off where each of them went, and look for the
+largest tile that all of the packing is made of (`tile_cell`). A cell has 2 * block_size * head_size elements; positions
+count them.
 """
 
-from dataclasses import dataclass
 from functools import cache
-from math import prod
+from itertools import product
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-__all__ = ["CpuKernel", "Digits", "Plane", "digits", "packed_plane", "probe_cell"]
+from lmcache_connector.cpu_tiles import Addresses, Tile
+
+__all__ = ["CpuKernel", "Tiling", "probe_cell", "tile_cell"]
 
 RADIX = 8
 """Names are written digit by digit: these numbers are exact and different in every type that a cache may have."""
 HEADS = 2
 BLOCKS = 2
 
-Digits = tuple[tuple[int, int], ...]
-"""An index cut into digits, most significant first, each with its (size, stride): (i, j) of ((4, 32), (16, 2)) is index
-16 * i + j and lies at 32 * i + 2 * j."""
+ROWS = (16, 8, 4, 2, 1)
+VECTOR_BYTES = 64
+"""Of a row of a tile, at most: what LLVM makes of it depends on the machine."""
+WORD_BYTES = 8
 
 
 class CpuKernel(NamedTuple):
@@ -89,55 +93,67 @@ def probe_cell(block_size: int, head_size: int, kernel: CpuKernel) -> torch.Tens
     return found[0].argsort().view(2, block_size, head_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """Where K, or V, is in the pages of one layer: element (block, head, token, element) is at `offset` + strides.
+class Tiling(NamedTuple):
+    """One plane (K, or V) of a cell as tiles (see cpu_tiles). All distances in bytes."""
 
-    All in elements.
+    tile: Tile
+    in_cell: Addresses
+    """`[tiles]`: where in its cell each tile is."""
+    in_values: Addresses
+    """`[tiles]`: where it is from the block's first token's row on, among rows."""
+    step: int
+    """Between the tile's vectors in the cell."""
+    row: int
+    """Between the rows of two tokens."""
+
+
+def tile_cell(positions: Addresses, itemsize: int, row: int) -> Tiling:
+    """The largest tile that a plane is made of whose tokens and elements are at `positions`, `[tokens, elements]`.
+
+    `row` is the distance in bytes from a token's row to the next one's. There always is a tile: one element.
     """
-
-    offset: int
-    block: int
-    head: int
-    token: Digits
-    element: Digits
-
-    def of_pages(self, first: torch.Tensor, layers: int, layer_stride: int) -> torch.Tensor:
-        """`[layers, blocks, *token digits, heads, *element digits]` over the pages; `first`: the first layer's."""
-        blocks, heads = first.shape[:2]
-        dims = [(layers, layer_stride), (blocks, self.block), *self.token, (heads, self.head), *self.element]
-        sizes, strides = zip(*dims, strict=True)
-        return first.as_strided(sizes, strides, first.storage_offset() + self.offset)
-
-    def of_slot(self, plane: torch.Tensor) -> torch.Tensor:
-        """`plane`, `[layers, tokens, heads, head_size]` of whole blocks, cut into the dimensions of `of_pages`."""
-        layers, tokens, heads, _ = plane.shape
-        token, element = ([size for size, _ in digits] for digits in (self.token, self.element))
-        return plane.view(layers, tokens // prod(token), *token, heads, *element)
+    positions, itemsize = _as_words(positions, itemsize)
+    tiles = [Tile(rows, columns, 8 * itemsize) for rows, columns in product(ROWS, _columns(itemsize))]
+    for tile in sorted(tiles, key=lambda tile: tile.rows * tile.columns, reverse=True):
+        step = _step(positions, tile)
+        if step is not None:
+            firsts = positions[:: tile.rows, :: tile.columns]
+            tokens, elements = np.indices(firsts.shape) * np.array([tile.rows, tile.columns])[:, None, None]
+            in_values = tokens * row + elements * itemsize
+            return Tiling(tile, firsts.ravel() * itemsize, in_values.ravel(), step * itemsize, row)
+    raise AssertionError("a tile of one element always fits")
 
 
-def packed_plane(pages: torch.Tensor, positions: torch.Tensor) -> Plane | None:
-    """K or V of pages whose cells are dense and hold token n, element d at `positions[n, d]`.
+def _columns(itemsize: int) -> list[int]:
+    return [1 << power for power in range((VECTOR_BYTES // itemsize).bit_length())]
 
-    None if the positions are not sums of strides.
+
+def _as_words(positions: Addresses, itemsize: int) -> tuple[Addresses, int]:
+    """Elements that stay side by side in pairs are words of twice the size, and so on."""
+    while itemsize < WORD_BYTES and positions.shape[1] % 2 == 0:
+        even, odd = positions[:, ::2], positions[:, 1::2]
+        if (even % 2).any() or not np.array_equal(odd, even + 1):
+            break
+        positions, itemsize = even // 2, 2 * itemsize
+    return positions, itemsize
+
+
+def _step(positions: Addresses, tile: Tile) -> int | None:
+    """How far the vectors of each tile are from each other in the cell, in words; None if this is not the tile.
+
+    In the cell a tile's words are, column by column, side by side. The columns may be apart if each is one vector.
     """
-    offset = int(positions[0, 0])
-    rows, columns = positions[:, 0] - offset, positions[0] - offset
-    token, element = digits(rows), digits(columns)
-    if token is None or element is None or not torch.equal(positions, offset + rows[:, None] + columns):
+    tokens, words = positions.shape
+    rows, columns = tile.rows, tile.columns
+    if tokens % rows or words % columns or (columns == 1 < rows):
         return None
-    return Plane(offset, pages.stride(0), pages.stride(1), token, element)
-
-
-def digits(places: torch.Tensor) -> Digits | None:
-    """The digits that put index i at `places[i]` (`places[0]` is 0); None if there are none."""
-    result: list[tuple[int, int]] = []
-    while len(places) > 1:
-        stride = int(places[1])
-        regular = places == stride * torch.arange(len(places))
-        size = len(places) if bool(regular.all()) else int(regular.int().argmin())
-        if len(places) % size or not torch.equal(places.view(-1, size), places[::size, None] + places[:size]):
-            return None
-        result.append((size, stride))
-        places = places[::size]
-    return tuple(reversed(result)) or ((1, 1),)
+    tiles = (
+        positions.reshape(tokens // rows, rows, words // columns, columns) - positions[::rows, None, ::columns, None]
+    )
+    apart = int(tiles[0, 0, 0, 1]) if columns > 1 else 1
+    expected = np.arange(rows)[:, None, None] + apart * np.arange(columns)
+    if not np.array_equal(tiles, np.broadcast_to(expected, tiles.shape)):
+        return None
+    if rows == columns:
+        return apart
+    return columns if apart == rows else None

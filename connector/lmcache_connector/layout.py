@@ -28,7 +28,6 @@ __all__ = [
     "check_pages",
     "chunk_pieces",
     "cut_at",
-    "equal_steps",
     "row_tables",
     "token_places",
 ]
@@ -182,20 +181,6 @@ def _units(page: torch.Tensor, origin: int, unit: int) -> torch.Tensor:
     memory: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=page.device).set_(storage, origin, (count * unit,))  # type: ignore[call-overload]
     word = next(word for size, word in WORDS.items() if unit % size == origin % size == 0)
     return memory.view(word).view(count, unit // word.itemsize)
-
-
-def equal_steps(pages: Sequence[torch.Tensor]) -> Iterator[tuple[slice, int]]:
-    """Runs of layers at equal distances in one allocation: (which layers, the distance in elements; 0 if it is one)."""
-    for run in _runs(pages):
-        first, step = run.start, 0
-        for layer in range(run.start + 1, run.stop):
-            distance = int(pages[layer].storage_offset() - pages[layer - 1].storage_offset())
-            if distance > 0 and (layer == first + 1 or distance == step):
-                step = distance
-            else:
-                yield slice(first, layer), step
-                first, step = layer, 0
-        yield slice(first, run.stop), step
 
 
 def _runs(pages: Sequence[torch.Tensor]) -> list[slice]:

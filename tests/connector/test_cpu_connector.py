@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from lmcache_connector.cpu_connector import IndexedCells, PackedCopier, packed_cells
-from lmcache_connector.cpu_packing import CpuKernel, probe_cell
-from lmcache_connector.layout import WORDS
+from lmcache_connector.cpu_connector import PackedCopier
+from lmcache_connector.cpu_packing import CpuKernel
 from lmcache_server.protocol.layout import KernelGroup
 from tests.connector.kernels import KERNELS
 from tests.connector.pages import copies, flat_tokens, new_slots
@@ -132,31 +131,6 @@ def test_layers_may_lie_at_any_distances(chosen: list[int]) -> None:
         alone = new_slots(one, 32, 2)
         PackedCopier([memory[layer]], one, 32, kernel).gather(copies(alone, 0, 64, 32, 32, [3, 1]))
         assert torch.equal(flat_tokens(slots, group, 0, 64)[:, [index]], flat_tokens(alone, one, 0, 64))
-
-
-@pytest.mark.parametrize(("kernel", "head_size"), KERNELS)
-def test_copies_by_strides_and_by_index_are_the_same(kernel: CpuKernel, head_size: int) -> None:
-    group = group_of(kernel, head_size)
-    cache = Pages(kernel, group, blocks=3, block_size=32)
-    word = WORDS[kernel.cache_dtype.itemsize]
-    pages = [page.view(word) for page in cache.pages]
-    step = pages[0].numel()
-    for table in probe_cell(32, head_size, kernel):
-        by_strides, by_index = packed_cells(pages, step, table), IndexedCells(pages, step, table)
-        assert not isinstance(by_strides, IndexedCells), "every packing of this vLLM is strided"
-        one, two = (torch.zeros(LAYERS, 32, 2, head_size, dtype=word) for _ in range(2))
-        by_strides.read(1, one)
-        by_index.read(1, two)
-        assert torch.equal(one, two)
-        by_strides.write(0, one)
-        after = cache.memory.clone()
-        cache.memory[:, 0].zero_()
-        by_strides.write(0, torch.zeros_like(one))
-        by_index.write(0, one)
-        assert torch.equal(cache.memory[:, 1:], after[:, 1:])
-        two.zero_()
-        by_strides.read(0, two)
-        assert torch.equal(one, two)
 
 
 def test_pages_with_holes_inside_a_block_are_refused() -> None:

@@ -1,52 +1,77 @@
-"""What is found out about vLLM's CPU packings, and how a packing is put into strides."""
+"""What is found out about vLLM's CPU packings, and how a packing is cut into tiles."""
 
+from itertools import product
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_connector.cpu_packing import CpuKernel, Plane, digits, packed_plane, probe_cell
-from tests.connector.kernels import KERNELS
+from lmcache_connector.cpu_packing import CpuKernel, Tiling, probe_cell, tile_cell
+from lmcache_connector.cpu_tiles import Tile
+from tests.connector.kernels import KERNELS, NO_AMX
 
 ops = pytest.importorskip("vllm._custom_ops")
 
 
-def test_digits_of_a_plain_stride_are_one_digit() -> None:
-    assert digits(3 * torch.arange(10)) == ((10, 3),)
-    assert digits(torch.zeros(1, dtype=torch.int64)) == ((1, 1),)
+def tiled(tiling: Tiling, tokens: int, elements: int, itemsize: int) -> np.ndarray:
+    """`[tokens, elements]`: where each element is in its cell, by the tiles alone; -1 if in none."""
+    rows, columns, bits = tiling.tile
+    word = bits // 8
+    apart = tiling.step if rows == columns else rows * word
+    places = np.full(tokens * elements, -1)
+    for cell, values in zip(tiling.in_cell, tiling.in_values, strict=True):
+        for row, column, byte in product(range(rows), range(columns), range(0, word, itemsize)):
+            at, offset = divmod(int(values) + row * tiling.row + column * word + byte, tiling.row)
+            place = int(cell) + row * word + column * apart + byte
+            index = at * elements + offset // itemsize
+            assert places[index] == -1 and place % itemsize == 0
+            places[index] = place // itemsize
+    return places.reshape(tokens, elements)
 
 
-@given(st.lists(st.tuples(st.integers(2, 5), st.integers(1, 50)), min_size=1, max_size=4))
-def test_digits_say_where_each_index_is(wanted: list[tuple[int, int]]) -> None:
-    places = torch.zeros(1, dtype=torch.int64)
-    for size, stride in wanted:
-        places = (places[:, None] + stride * torch.arange(size)).flatten()
-    found = digits(places)
-    assert found is not None
-    again = torch.zeros(1, dtype=torch.int64)
-    for size, stride in found:
-        again = (again[:, None] + stride * torch.arange(size)).flatten()
-    assert torch.equal(again, places)
+@st.composite
+def packings(draw: st.DrawFn) -> np.ndarray:
+    """Tokens and elements whose index bits lie in any order in the cell; sometimes two elements have changed places."""
+    token_bits, element_bits = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+    order = draw(st.permutations(range(token_bits + element_bits)))
+    index = np.arange(1 << (token_bits + element_bits))
+    places = sum(((index >> bit) & 1) << place for bit, place in enumerate(order))
+    places = np.asarray(places + np.zeros_like(index))
+    if draw(st.booleans()):
+        one, other = (draw(st.integers(0, len(index) - 1)) for _ in range(2))
+        places[[one, other]] = places[[other, one]]
+    return places.reshape(1 << token_bits, 1 << element_bits)
 
 
-def test_places_without_a_rule_have_no_digits() -> None:
-    assert digits(torch.tensor([0, 1, 3, 4, 5, 7])) is None
-    assert digits(torch.tensor([0, 2, 1, 3, 5, 4])) is None
+@given(packings(), st.sampled_from([1, 2, 4, 8]))
+def test_tiles_say_where_each_element_is_whatever_the_packing(positions: np.ndarray, itemsize: int) -> None:
+    tokens, elements = positions.shape
+    tiling = tile_cell(positions, itemsize, 3 * elements * itemsize)
+    assert np.array_equal(tiled(tiling, tokens, elements, itemsize), positions)
 
 
-def test_positions_that_are_no_sum_of_rows_and_columns_make_no_plane() -> None:
-    pages = torch.zeros(2, 1, 2, 4)
-    crossed = torch.tensor([[0, 1], [3, 2]])
-    assert packed_plane(pages, torch.tensor([[0, 1], [2, 3]])) is not None
-    assert packed_plane(pages, crossed) is None
+@pytest.mark.parametrize(("rows", "columns"), [(3, 40), (48, 5), (5, 7), (20, 24)], ids=lambda value: str(value))
+def test_sizes_that_are_no_powers_of_two_have_smaller_tiles(rows: int, columns: int) -> None:
+    transposed = np.arange(rows * columns).reshape(columns, rows).T
+    tiling = tile_cell(transposed, 2, 2 * columns)
+    assert np.array_equal(tiled(tiling, rows, columns, 2), transposed)
 
 
-def test_slots_are_cut_into_the_same_digits_as_pages() -> None:
-    plane = Plane(0, 64, 32, ((2, 16), (4, 1)), ((2, 8), (2, 4)))
-    slot = torch.arange(3 * 16 * 2 * 4).view(3, 16, 2, 4)
-    cut = plane.of_slot(slot)
-    assert cut.shape == (3, 2, 2, 4, 2, 2, 2)
-    assert cut[1, 1, 0, 3, 1, 0, 1] == slot[1, 8 + 0 * 4 + 3, 1, 0 * 2 + 1]
+@pytest.mark.parametrize(
+    ("kernel", "tiles"),
+    [
+        pytest.param(CpuKernel("vec", torch.float32), [Tile(16, 16, 32), Tile(1, 8, 64)], id="vec-float32"),
+        pytest.param(CpuKernel("vec", torch.bfloat16), [Tile(16, 16, 16), Tile(1, 8, 64)], id="vec-bfloat16"),
+        pytest.param(
+            CpuKernel("amx", torch.bfloat16), [Tile(16, 16, 32), Tile(2, 16, 16)], id="amx-bfloat16", marks=NO_AMX
+        ),
+    ],
+)
+def test_the_packings_of_this_vllm_have_large_tiles(kernel: CpuKernel, tiles: list[Tile]) -> None:
+    planes = probe_cell(32, 64, kernel).numpy()
+    assert [tile_cell(plane, kernel.cache_dtype.itemsize, 1).tile for plane in planes] == tiles
 
 
 @pytest.mark.parametrize(("kernel", "head_size"), KERNELS)

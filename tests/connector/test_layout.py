@@ -1,11 +1,10 @@
 """Pieces, places and rows, against references that are written out token by token."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_connector.layout import Piece, chunk_pieces, cut_at, equal_steps, row_tables, token_places
+from lmcache_connector.layout import Piece, chunk_pieces, cut_at, row_tables, token_places
 from lmcache_server.protocol.layout import KernelGroup
 
 
@@ -98,25 +97,3 @@ def test_layers_share_a_table_as_far_as_they_share_an_allocation() -> None:
     one, other = (torch.zeros(9, 2, 1, 4, 8) for _ in range(2))
     pages = [one[0], one[7], one[2], other[0], one[1]]
     assert [table.layers for table in row_tables(pages, group)] == [slice(0, 3), slice(3, 4), slice(4, 5)]
-
-
-@pytest.mark.parametrize(
-    ("layers", "runs"),
-    [
-        ([0, 1, 2], [(0, 3, 1)]),
-        ([1, 3, 5, 6], [(0, 3, 2), (3, 4, 0)]),
-        ([0, 1, 3, 5], [(0, 2, 1), (2, 4, 2)]),
-        ([4, 2, 3], [(0, 1, 0), (1, 3, 1)]),
-        ([7], [(0, 1, 0)]),
-        ([2, 2], [(0, 1, 0), (1, 2, 0)]),
-    ],
-)
-def test_runs_of_layers_at_equal_distances(layers: list[int], runs: list[tuple[int, int, int]]) -> None:
-    memory = torch.zeros(8, 2, 1, 4, 8)
-    found = equal_steps([memory[layer] for layer in layers])
-    assert [(run.start, run.stop, step // 64) for run, step in found] == runs
-
-
-def test_layers_in_two_allocations_are_two_runs() -> None:
-    pages = [*torch.zeros(2, 2, 1, 4, 8).unbind(0), *torch.zeros(2, 2, 1, 4, 8).unbind(0)]
-    assert list(equal_steps(pages)) == [(slice(0, 2), 64), (slice(2, 4), 64)]
