@@ -5,8 +5,8 @@ blocks of a copy, of all layers and heads, are one call of a compiled function f
 threads. Bytes are moved as they are, so a quantised cache is no different. A block of which only a part is wanted is
 copied whole to the side: what was in the rest of it before is what is in it after.
 
-The compiled functions get addresses. They are right because the pages were checked when the copier was made, a slot's
-size is checked here, and a piece is inside its block and its slot by construction (see layout.chunk_pieces).
+The compiled functions get addresses and check nothing. So the pages are checked when the copier is made, and before
+each copy that every block is one of the pages' and that its tokens are inside of its slot.
 """
 
 from collections.abc import Iterable, Sequence
@@ -51,6 +51,7 @@ class PackedCopier:
                     f"expected pages with dense blocks of {self._tokens} tokens, got {list(page.shape)} with strides "
                     f"{page.stride()}"
                 )
+        self._count = min(len(page) for page in pages)
         item = pages[0].itemsize
         self._cell = self._tokens * content * item
         self._firsts = np.array([[page.data_ptr()] for page in pages])
@@ -107,6 +108,8 @@ class PackedCopier:
     def _cells_of(self, blocks: Sequence[Block]) -> Addresses:
         """`[blocks * layers * heads]`: the blocks' cells."""
         numbers = np.array([block.block for block in blocks])[:, None, None]
+        if numbers.min() < 0 or numbers.max() >= self._count:
+            raise IndexError(f"expected blocks from 0 to {self._count - 1}, got {numbers.min()} to {numbers.max()}")
         heads = self._cell * np.arange(self._group.heads)
         cells: Addresses = self._firsts + self._steps * numbers + heads
         return cells.ravel()
@@ -114,10 +117,13 @@ class PackedCopier:
     def _planes_of(self, blocks: Sequence[Block]) -> list[Addresses]:
         """For K and for V, in the order of the cells: the rows of the blocks' first tokens, in their slots."""
         group, slot = self._group, blocks[0].slot
-        if any(block.slot.nbytes != slot.nbytes or not block.slot.is_contiguous() for block in blocks):
-            raise ValueError("expected contiguous slots of one size")
         token = self._tilings[0].row
         layer = slot.nbytes // 2 // len(group.layers)
+        end = max(block.in_slot for block in blocks) + self._tokens
+        if any(block.slot.nbytes != slot.nbytes or not block.slot.is_contiguous() for block in blocks):
+            raise ValueError("expected contiguous slots of one size")
+        if slot.nbytes % slot_bytes(group, 1) or end * token > layer:
+            raise ValueError(f"expected slots of at least {end} whole tokens, got {slot.nbytes} bytes")
         firsts = np.array([block.slot.data_ptr() + block.in_slot * token for block in blocks])[:, None, None]
         layers = layer * np.arange(len(group.layers))[:, None]
         heads = token // group.heads * np.arange(group.heads)

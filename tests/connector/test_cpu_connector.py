@@ -5,6 +5,8 @@ import torch
 
 from lmcache_connector.cpu_connector import PackedCopier
 from lmcache_connector.cpu_packing import CpuKernel
+from lmcache_connector.gpu_connector import ChunkCopy
+from lmcache_connector.layout import Piece
 from lmcache_server.protocol.layout import KernelGroup
 from tests.connector.kernels import KERNELS
 from tests.connector.pages import copies, flat_tokens, new_slots
@@ -138,3 +140,29 @@ def test_pages_with_holes_inside_a_block_are_refused() -> None:
     holey = torch.zeros(LAYERS, 2, 2, 32, 130)[..., :128]
     with pytest.raises(ValueError, match="dense blocks"):
         PackedCopier(list(holey.unbind(0)), group_of(kernel, 64), 32, kernel)
+
+
+@pytest.mark.parametrize("block", [-1, 5])
+def test_a_block_that_the_pages_do_not_have_is_refused_before_anything_is_touched(block: int) -> None:
+    kernel = CpuKernel("vec", torch.float32)
+    group = group_of(kernel, 64)
+    cache = Pages(kernel, group, blocks=5, block_size=32)
+    before = cache.memory.clone()
+    copier = PackedCopier(cache.pages, group, 32, kernel)
+    slots = new_slots(group, 32, 2)
+    for copy in (copier.gather, copier.scatter):
+        with pytest.raises(IndexError, match="expected blocks from 0 to 4"):
+            copy(copies(slots, 0, 64, 32, 32, [1, block]))
+    assert torch.equal(cache.memory, before)
+
+
+def test_a_slot_that_is_too_small_for_its_tokens_is_refused() -> None:
+    kernel = CpuKernel("vec", torch.float32)
+    group = group_of(kernel, 64)
+    copier = PackedCopier(Pages(kernel, group, blocks=5, block_size=32).pages, group, 32, kernel)
+    for slots in (new_slots(group, 31, 2), [torch.zeros(7, dtype=torch.uint8)]):
+        with pytest.raises(ValueError, match="expected slots of at least 32 whole tokens"):
+            copier.gather([ChunkCopy(slots[0], [Piece(0, 1, 0, 32)])])
+    one, other = *new_slots(group, 32, 1), *new_slots(group, 64, 1)
+    with pytest.raises(ValueError, match="one size"):
+        copier.gather([ChunkCopy(slot, [Piece(0, 1, 0, 32)]) for slot in (one, other)])
