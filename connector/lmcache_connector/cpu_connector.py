@@ -41,6 +41,7 @@ class PackedCopier:
         or a divisor of that. Raises ValueError if the pages do not fit the group or their packing is unknown.
         """
         check_pages(pages, group, block_size)
+        self.kernel = kernel
         self._group = group
         self._block_size = block_size
         self._pages = pages  # keeps what the addresses lie in
