@@ -7,6 +7,7 @@ What one may rely on:
                                 deadline: a server that comes back never gets what its sender has given up
     nothing stays behind        a reply to something given up is dropped; the table of pending requests holds no more
                                 than what somebody still holds
+    or nobody waits             with `patient=False` a request fails at once while the connection is broken
     a restart is survived       libzmq reconnects within a second or two; what was under way fails at once
 
 How the socket is shared: whoever holds the lock may use it, and takes in whatever arrived for anybody (`_pump`). Of the
@@ -125,13 +126,16 @@ class PendingReply:
 class ServerConnection:
     """A connection to one server, shared by any number of threads of one process; not by a forked child."""
 
-    def __init__(self, url: str, timeout: float = 60.0) -> None:
+    def __init__(self, url: str, timeout: float = 60.0, *, patient: bool = True) -> None:
         """Start connecting to `url` in the background; `timeout` seconds is the default deadline of every request.
 
+        A `patient` one waits that long for a server that went away to come back; else only for the first connection.
         Raises LMCacheSDKError if `url` cannot be a server's address.
         """
         self.url = server_url(url)
         self.timeout = timeout
+        self._patient = patient
+        self._broken = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -158,7 +162,7 @@ class ServerConnection:
     def submit(self, message: Any, *, timeout: float | None = None, frames: Sequence[Buffer] = ()) -> PendingReply:
         """Send `message` and return at once; without a connection it goes out with the first call after there is one.
 
-        Raises ServerUnavailable if MAX_OUTBOX requests wait already.
+        Raises ServerUnavailable if MAX_OUTBOX requests wait already, or if this connection is broken and not patient.
         """
         operation, name, reply = _OPERATION_OF[type(message)]
         uid = struct.pack("<Q", next(self._uids))
@@ -174,6 +178,10 @@ class ServerConnection:
             self._pending[uid] = pending
             self._outbox.append((pending, parts))
             self._pump()
+            if self._broken and not self._patient and self._outbox and self._outbox[-1][0] is pending:
+                self._pending.pop(uid, None)
+                self._outbox.pop()
+                raise ServerUnavailable(operation, self.url, 0.0, "the connection to it is broken")
         return pending
 
     def close(self) -> None:
@@ -307,7 +315,7 @@ class ServerConnection:
             while _events(self._socket) & POLLIN:
                 self._receive()  # what came before it broke still counts
             self._fail_all(None, sent_only=True)
-            broke = True
+            self._broken = broke = True
         return broke
 
     def _receive(self) -> None:
@@ -334,6 +342,7 @@ class ServerConnection:
             except zmq.Again:
                 return False
             pending._sent = True
+            self._broken = False
         self._outbox.popleft()
         return True
 

@@ -85,7 +85,7 @@ class ServerLink:
         self._attach = attach
         self._leases = leases
         self._feed = feed
-        self._data = ServerConnection(settings.url, timeout=settings.timeout)
+        self._data = ServerConnection(settings.url, timeout=settings.timeout, patient=False)
         self._pulse = ServerConnection(settings.url, timeout=settings.timeout)
         self._registered: Attachment | None = None
         """The last attachment: taken up again if the server was only slow."""

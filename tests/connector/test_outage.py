@@ -104,6 +104,23 @@ def test_a_lookup_that_is_never_answered_becomes_a_miss_and_later_ones_are_not_e
     assert rig.serve("warm", prompt(64)).external == 63
 
 
+def test_nobody_waits_for_a_server_that_died_a_moment_ago() -> None:
+    """Not even the first to ask, though no sign of life has missed it yet."""
+    config = {"timeout": 5.0, "heartbeat_interval": 60.0}
+    with running_server() as server, Rig(rig_config(server.url, settings=config)) as rig:
+        running = rig.arrive("running", prompt(40))
+        rig.allocate(running, rig.matched(running))
+        server.kill()
+        time.sleep(0.2)
+        started = time.monotonic()
+        assert rig.step({running: 20}).kv_connector_worker_meta == StepOutcome({"running": 0})
+        served = rig.arrive("r", prompt(64))
+        assert rig.scheduler.matched_tokens(served.request, 0) == (0, False)
+        assert time.monotonic() - started < 1
+        assert links(rig) == [None, None]
+        rig.finish(running)
+
+
 def test_a_store_that_is_never_answered_delays_one_step_and_is_made_up_for(rig: Rig, server: CacheServer) -> None:
     served = rig.arrive("r", prompt(40))
     rig.allocate(served, rig.matched(served))

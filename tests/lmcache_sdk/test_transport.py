@@ -335,6 +335,34 @@ def test_a_restart_of_the_server_is_survived() -> None:
             assert connection.request(Hello(2)).protocol == 2
 
 
+def test_an_impatient_connection_waits_for_its_first_server_and_for_none_to_come_back() -> None:
+    with Router(answer_hello) as first:
+        port = first.port
+    with ServerConnection(f"tcp://127.0.0.1:{port}", timeout=5, patient=False) as connection:
+        early = connection.submit(Hello(1))
+        with Router(answer_hello, port) as router:
+            assert early.wait().protocol == 1
+            assert connection.request(Hello(2)).protocol == 2
+            router.stop()
+            broken_at = time.monotonic()
+            for _ in range(3):  # the first may be sent before the break is known
+                with pytest.raises(ServerUnavailable, match=r"is broken|was lost"):
+                    connection.request(Hello())
+            with pytest.raises(ServerUnavailable):
+                connection.submit(Hello(), timeout=0).poll()
+            assert time.monotonic() - broken_at < 2
+            assert "0 pending, 0 unsent" in repr(connection)
+        with Router(answer_hello, port):
+            deadline = time.monotonic() + 5
+            while True:
+                try:
+                    assert connection.request(Hello(3)).protocol == 3
+                    break
+                except ServerUnavailable:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+
+
 def test_what_is_under_way_when_the_connection_breaks_fails_at_once() -> None:
     with Router(mute) as router, ServerConnection(router.url, timeout=30) as connection:
         wait_until_connected(connection, router)
