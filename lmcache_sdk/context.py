@@ -150,8 +150,8 @@ class LMCacheSDKContext:
         """While the block runs: the cached chunks where they lie (`CacheView`); empty on a miss.
 
         Nothing is copied where each tensor is of one shard and one kernel group; for others `retrieve` does as well.
-        They are leased as long as the block runs, and void after it. Raises LMCacheSDKError at the end of the block
-        if they changed during it in spite of that.
+        They are leased as long as the block runs, and void after it; a write to one ends this process. Raises
+        LMCacheSDKError at the end of the block if they changed during it in spite of that.
         """
         prompt = self._prompt("view", token_bytes(tokens), cache_salt)
         if not prompt.tokens:

@@ -27,8 +27,9 @@ FAREWELL_SECONDS = 1.0
 class CacheView(Sequence[CachedTensors]):
     """Cached chunks where they lie, in order, for the first `tokens` tokens; each is as `retrieve` returns it.
 
-    With shared memory they are the pool itself: look, do not write, and do not keep them. A tensor of several shards or
-    several kernel groups lies in several places and is joined, which copies.
+    With shared memory they are the pool itself, mapped read-only: a write to one ends this process (SIGSEGV), so clone
+    what is to be changed or kept. A tensor of several shards or several kernel groups lies in several places and is
+    joined, which copies.
     """
 
     def __init__(self, chunks: Sequence[CachedTensors], chunk_size: int) -> None:
@@ -97,7 +98,7 @@ def view(
     Raises LMCacheSDKError at the end of the block if a slot changed during it: what was seen may be another's.
     """
     with _leased(attachment, heartbeat, prompt, timeout) as acquired:
-        slots = attachment.transfer.readable(acquired) if acquired.chunks else []
+        slots = attachment.transfer.readable(acquired, shown=True) if acquired.chunks else []
         parts = len(geometry.parts)
         chunks = Lazy(len(slots) // parts, lambda i: geometry.chunk(slots[i * parts : (i + 1) * parts]))
         yield CacheView(chunks, geometry.tokens)

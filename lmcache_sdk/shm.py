@@ -5,12 +5,16 @@
 The segment is the server's: it is opened by name, checked to be a pool of the size that the server told, mapped, and
 never unlinked here. A mapping is given back when the last tensor over it is gone, so that no view ever points nowhere,
 whatever the order of closing; a segment that the server has replaced stays readable to whoever still looks at it.
+
+It is mapped twice: once to copy from and to, and once read-only, to be shown. A tensor cannot say that it must not be
+written to, but its memory can: a write to what is shown ends the process that writes (SIGSEGV), not the cache of all.
 """
 
 import errno
 import mmap
 import os
 import stat
+import warnings
 from typing import Any
 
 import numpy as np
@@ -35,13 +39,16 @@ class PoolForbidden(LMCacheSDKError):
 
 
 class SharedPool:
-    """A mapped pool: `tensor` is all of it as bytes, without a copy."""
+    """A mapped pool: `tensor` is all of it as bytes, without a copy, and `shown` is the same, read-only."""
 
-    def __init__(self, name: str, mapping: mmap.mmap, pool_bytes: int, align_bytes: int) -> None:
+    def __init__(self, name: str, mapping: mmap.mmap, shown: mmap.mmap, pool_bytes: int, align_bytes: int) -> None:
         units = pool_bytes // align_bytes
         self.name = name
         self.align_bytes = align_bytes
         self.tensor: torch.Tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=pool_bytes)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            self.shown: torch.Tensor = torch.frombuffer(shown, dtype=torch.uint8, count=pool_bytes)
         self._table: Integers = np.frombuffer(mapping, dtype="<u8", count=units, offset=pool_bytes)
         self._mapping = mapping
         self._touched: Integers = np.zeros(units, dtype=np.bool_)
@@ -59,12 +66,12 @@ class SharedPool:
         fd = _open(name)
         try:
             size = _check(fd, name, pool_bytes, align_bytes)
-            mapping = mmap.mmap(fd, size)
+            mapping, shown = mmap.mmap(fd, size), mmap.mmap(fd, size, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise LMCacheSDKError(f"{SHM_ROOT}/{name} cannot be mapped: {error}") from error
         finally:
             os.close(fd)
-        return cls(name, mapping, pool_bytes, align_bytes)
+        return cls(name, mapping, shown, pool_bytes, align_bytes)
 
     def generations(self, offsets: Integers) -> Integers:
         """The generations (uint64) of the objects that start at `offsets` now; 0 where there is none."""

@@ -53,8 +53,13 @@ class Transfer(Protocol):
     def memory(self) -> torch.Tensor | None:
         """All the memory that slots lie in, for whoever wants to page-lock it; None if there is no such memory."""
 
-    def readable(self, acquired: Acquired, share: Share | None = None) -> Sequence[torch.Tensor]:
-        """The bytes of each leased (chunk, part), or of each in `share`: views of the pool, or private copies."""
+    def readable(
+        self, acquired: Acquired, share: Share | None = None, *, shown: bool = False
+    ) -> Sequence[torch.Tensor]:
+        """The bytes of each leased (chunk, part), or of each in `share`: views of the pool, or private copies.
+
+        What is `shown` to somebody who may forget that is a view that cannot be written to.
+        """
 
     def verify(self, acquired: Acquired, share: Share | None = None) -> list[bool]:
         """After the copy: whether each of them was still there, so that what was copied is its bytes."""
@@ -84,10 +89,12 @@ class SharedMemoryTransfer:
         """The pool."""
         return self._open().tensor
 
-    def readable(self, acquired: Acquired, share: Share | None = None) -> Sequence[torch.Tensor]:
-        """Views of the leased slots; valid until the lease is released."""
+    def readable(
+        self, acquired: Acquired, share: Share | None = None, *, shown: bool = False
+    ) -> Sequence[torch.Tensor]:
+        """Views of the leased slots; valid until the lease is released. A write to `shown` ones ends this process."""
         offsets, _ = _shared(_slots(acquired.slots), share)
-        return self._views(offsets)
+        return self._views(offsets, shown=shown)
 
     def verify(self, acquired: Acquired, share: Share | None = None) -> list[bool]:
         """Whether each slot still has the generation that it was leased with."""
@@ -115,7 +122,7 @@ class SharedMemoryTransfer:
         self._pool = None
 
     def _views(
-        self, offsets: Integers, chunks: int | None = None, wanted: Integers | None = None
+        self, offsets: Integers, chunks: int | None = None, wanted: Integers | None = None, *, shown: bool = False
     ) -> Sequence[torch.Tensor]:
         pool = self._open()
         _chunks(len(offsets), len(self._part_bytes), chunks)
@@ -124,9 +131,10 @@ class SharedMemoryTransfer:
             ends = np.where(wanted, ends, offsets)
         if len(offsets) and (offsets.min() < 0 or ends.max() > len(pool.tensor)):
             raise LMCacheSDKError(f"slots: the server sent offsets outside of its pool of {len(pool.tensor)} bytes")
-        used = ends > offsets
-        pool.touch(offsets[used], (ends - offsets)[used])
-        whole, starts, stops = pool.tensor, offsets.tolist(), ends.tolist()
+        if not shown:
+            used = ends > offsets
+            pool.touch(offsets[used], (ends - offsets)[used])
+        whole, starts, stops = pool.shown if shown else pool.tensor, offsets.tolist(), ends.tolist()
         return Lazy(len(starts), lambda i: whole[starts[i] : stops[i]])
 
     def _open(self) -> SharedPool:
@@ -154,7 +162,7 @@ class FrameTransfer:
         """None: the buffers are private and new each time."""
         return None
 
-    def readable(self, acquired: Acquired, share: Share | None = None) -> list[torch.Tensor]:
+    def readable(self, acquired: Acquired, share: Share | None = None, *, shown: bool = False) -> list[torch.Tensor]:
         """Fetch the leased objects into private buffers; raises as `ServerConnection.request` does."""
         share = share or self._all(acquired)
         buffers = self._buffers([True] * (len(share.chunks) * len(share.own)))

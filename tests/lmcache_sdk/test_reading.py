@@ -1,4 +1,7 @@
 import gc
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -108,10 +111,39 @@ def test_a_view_shows_the_chunks_where_they_lie(server: CacheServer, context: LM
         assert [torch.equal(a, b) for a, b in zip(view[:2], kv.split(16, dim=2), strict=False)] == [True, True]
         assert repr(view) == "<CacheView: 48 tokens, 3 chunks of [2, 3, 16, 16]>"
         if isinstance(context.transfer_ctx, SharedMemoryTransfer):
-            pool = context.transfer_ctx._open().tensor
+            pool = context.transfer_ctx._open().shown
             assert all(pool.data_ptr() <= c.data_ptr() < pool.data_ptr() + len(pool) for c in view)
         assert server.status()["read_leases"] == 1
     assert server.quiet()["read_leases"] == 0
+
+
+VANDAL = """
+import sys
+import lmcache_sdk
+url, http_url, how = sys.argv[1:]
+with lmcache_sdk.kvcache.connect(url, http_url, "m") as context, context.view(range(48)) as view:
+    copy = view[1].clone()
+    copy.zero_()
+    print("looked", flush=True)
+    {"fill": view[1].zero_, "multiply": lambda: view[1][0].mul_(2), "copy": lambda: view[1].copy_(copy)}[how]()
+    print("wrote", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["fill", "multiply", "copy"])
+def test_who_writes_to_a_view_ends_and_the_cache_does_not_change(
+    shared: tuple[CacheServer, Attachment, LMCacheSDKContext], how: str
+) -> None:
+    server, _, context = shared
+    kv = random_kv(48)
+    context.store(kv, range(48))
+    vandal = subprocess.run(
+        [sys.executable, "-c", VANDAL, server.url, server.http_url, how], capture_output=True, text=True, timeout=120
+    )
+    assert (vandal.returncode, vandal.stdout) == (-signal.SIGSEGV, "looked\n"), vandal.stderr
+    back = context.retrieve(range(48))
+    assert back is not None
+    assert torch.equal(back, kv)
 
 
 def test_a_view_of_nothing_is_empty(context: LMCacheSDKContext) -> None:
