@@ -21,6 +21,7 @@ from lmcache_sdk import LMCacheSDKCacheKind, LMCacheSDKContext, LMCacheSDKError,
 from lmcache_sdk.edits import CachedLayer, HighestScores, Rotary, SinksAndRecent, keep_tokens, keydiff, token_dropping
 from lmcache_sdk.request import LMCacheRequestStreamError, create_request
 from lmcache_sdk.shapes import listed
+from lmcache_sdk.transfer import SharedMemoryTransfer
 from lmcache_server.protocol.layout import CacheLayout, KernelGroup, Kind
 from tests.fake_engine import FakeEngine
 from tests.lmcache_sdk.fake_engine import registered_engine
@@ -152,8 +153,8 @@ def test_groups_that_differ_in_shape_are_a_tuple_everywhere(server: CacheServer)
                 repr(view) == "<CacheView: 48 tokens, 3 chunks of [2, 6, 16, 16] and [2, 1, 16, 32] and [1, 2, 16, 24]>"
             )
             if server.segment:  # what lies in one slot is shown there
-                pool = context.transfer_ctx.memory
-                assert pool is not None
+                assert isinstance(context.transfer_ctx, SharedMemoryTransfer)
+                pool = context.transfer_ctx._open().shown
                 inside = [pool.data_ptr() <= tensor.data_ptr() < pool.data_ptr() + len(pool) for tensor in view[0]]
                 assert inside == [False, True, True]
 
