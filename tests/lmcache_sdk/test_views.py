@@ -72,6 +72,55 @@ def test_only_the_chunks_asked_for_are_split_and_empty_slots_are_left_out(
         assert slot.numpy().tobytes() == expected
 
 
+@settings(max_examples=80)
+@given(layouts(2), st.integers(1, 2), st.integers(1, 4), st.data())
+def test_wherever_slots_lie_in_one_memory_each_gets_its_own_bytes(
+    layout: CacheLayout, shards: int, size: int, data: st.DataObject
+) -> None:
+    chunks = sorted(data.draw(st.sets(st.integers(0, 5), min_size=1)))
+    sizes = [slot_bytes(group, size) for group in layout.groups] * shards
+    room = -(-max(sizes) // 8) * 8
+    count = len(chunks) * len(sizes)
+    order = st.permutations(range(count)) | st.sampled_from([range(count), range(count - 1, -1, -1)])
+    places = data.draw(order)
+    empty = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
+    pool = torch.full((count * room,), 0xA5, dtype=torch.uint8)
+    slots = [pool[place * room :][: 0 if i in empty else sizes[i % len(sizes)]] for i, place in enumerate(places)]
+    tensors = random_tensors(layout, 6 * size, shards)
+    of = ChunkGeometry.of(layout, size, shards)
+    of.split(as_cached(tensors), chunks, slots)
+    used = torch.zeros_like(pool, dtype=torch.bool)
+    for i, slot in enumerate(slots):
+        expected = part_of(layout, tensors, size, chunks[i // len(sizes)], i % len(sizes))
+        assert slot.numpy().tobytes() == (b"" if i in empty else expected)
+        used[places[i] * room :][: len(slot)] = True
+    assert (pool[~used] == 0xA5).all()
+    if not empty:
+        out = random_tensors(layout, len(chunks) * size, shards)
+        of.join(slots, as_cached(out))
+        for result, source in zip(out, tensors, strict=True):
+            for i, chunk in enumerate(chunks):
+                expected_chunk = source[:, :, chunk * size : (chunk + 1) * size]
+                assert equal_bits(result[:, :, i * size : (i + 1) * size], expected_chunk)
+
+
+def test_slots_at_even_distances_are_copied_in_one_go() -> None:
+    of = geometry(plain(1, 1, 2), plain(1, 1, 4), tokens=2)
+    pool, other = (torch.zeros(1024, dtype=torch.uint8) for _ in range(2))
+    small, large = [pool[i * 48 :][:16] for i in range(5)], [pool[i * 48 + 16 :][:32] for i in range(5)]
+
+    def stretches(chunks: list[int], first: list[torch.Tensor], second: list[torch.Tensor]) -> list[tuple[int, int]]:
+        slots = [slot for pair in zip(first, second, strict=True) for slot in pair]
+        return [(chunk, len(stretch)) for _, stretch, chunk in of._stretches(chunks, slots)]
+
+    assert stretches([0, 1, 2, 3, 4], small, large) == [(0, 5), (0, 5)]
+    assert stretches([0, 1, 3, 4, 5], small, large) == [(0, 2), (3, 3)] * 2
+    assert stretches([0, 1, 2], small[2::-1], large[:3]) == [(0, 1), (1, 1), (2, 1), (0, 3)]
+    assert stretches([0, 1, 2], [small[0], small[2], small[3]], large[:3]) == [(0, 2), (2, 1), (0, 3)]
+    assert stretches([0, 1, 2], [small[0], small[1][:0], small[2]], large[:3]) == [(0, 1), (2, 1), (0, 3)]
+    assert stretches([0, 1, 2], [small[0], small[1], other[96:][:16]], large[:3]) == [(0, 2), (2, 1), (0, 3)]
+
+
 def test_any_strides_are_split_and_joined() -> None:
     of = geometry(plain(2, 3, 5))
     tensor = torch.randn(5, 8, 3, 2).permute(3, 2, 1, 0)
