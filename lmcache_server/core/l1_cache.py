@@ -20,15 +20,14 @@ from lmcache_server.core.eviction import LeafLRU
 from lmcache_server.core.index import PrefixIndex
 from lmcache_server.core.journal import Journal
 from lmcache_server.core.leases import Lease, LeaseTable
-from lmcache_server.core.memory_obj import Event, MemoryObj, State
+from lmcache_server.core.memory_obj import Event, MemoryObj, State, put_in_order
 from lmcache_server.core.records import ChunkNode, Counters, Entry, GenerationTable, Limits, Reading, Reservation, View
 from lmcache_server.protocol.keys import ChunkHasher
-from lmcache_server.protocol.messages import Acquired, CommitState, Committed, Prompt, Reserved, SessionId, pack_slot
+from lmcache_server.protocol.messages import Acquired, CommitState, Committed, Prompt, Reserved, SessionId
 
 __all__ = ["L1Cache"]
 
 _SLOT = attrgetter("slot")
-NO_SLOT = pack_slot(0, 0)
 """In the place of a part that is not to be filled."""
 
 
@@ -88,8 +87,9 @@ class L1Cache:
         for part in held[-1].parts:
             assert part is not None
             part.refs += 1
-        granted = self.reads.grant(view.owner, prompt.session, Reading(held, view.own), now + self.limits.read_ttl)
-        return Acquired(len(nodes), granted.handle, self._slots(held, view.own))
+        reading = Reading(held, view.own)
+        granted = self.reads.grant(view.owner, prompt.session, reading, now + self.limits.read_ttl)
+        return Acquired(len(nodes), granted.handle, reading.slots())
 
     def release(self, owner: int, handles: Iterable[int]) -> int:
         """End read leases of `owner`; how many there were."""
@@ -147,10 +147,11 @@ class L1Cache:
         self.counters.refused_chunks += full
         if not entries:
             return Reserved(0, (), b"", resident, busy, full)
+        put_in_order([obj for _, _, taken in entries for _, obj in taken])
         reservation = Reservation(view, entries, self._framed)
         lease = self.writes.grant(view.owner, prompt.session, reservation, now + self.limits.write_ttl)
-        slots = _slots_to_fill(view.own, entries)
-        return Reserved(lease.handle, tuple(i for i, _, _ in entries), slots, resident, busy, full)
+        chunks = tuple(i for i, _, _ in entries)
+        return Reserved(lease.handle, chunks, reservation.slots(), resident, busy, full)
 
     def commit(self, owner: int, handle: int, filled: tuple[int, ...] | None) -> Committed:
         """Publish the `filled` chunks of a reservation (None: all), free the others at once."""
@@ -267,10 +268,6 @@ class L1Cache:
         return before - self.objects, self.objects
 
     # Objects.
-
-    def _slots(self, nodes: list[ChunkNode], own: range) -> bytes:
-        start, stop = own.start * len(NO_SLOT), own.stop * len(NO_SLOT)
-        return b"".join([node.slots[start:stop] for node in nodes])
 
     def _allocate_parts(
         self, node: ChunkNode, absent: list[int], part_bytes: tuple[int, ...]
@@ -439,12 +436,3 @@ class L1Cache:
             for _, obj in taken:
                 self._free(obj, Event.ANSWER)
         return tuple(i for i, _, _ in lease.subject.entries)
-
-
-def _slots_to_fill(own: range, entries: list[Entry]) -> bytes:
-    """A slot for every own part of each chunk; one that is not to be filled has offset and generation 0."""
-    slots: list[bytes] = []
-    for _, _, taken in entries:
-        to_fill = {part: obj.slot for part, obj in taken}
-        slots += [to_fill.get(part, NO_SLOT) for part in own]
-    return b"".join(slots)

@@ -7,11 +7,12 @@ QUARANTINED  its writer lost it but may still be writing: not visible, not reusa
 FREED        the bytes belong to the allocator again
 """
 
+from collections.abc import Sequence
 from enum import Enum
 
 from lmcache_server.protocol.messages import pack_slot, unpack_slots
 
-__all__ = ["TRANSITIONS", "Event", "IllegalTransition", "MemoryObj", "State"]
+__all__ = ["TRANSITIONS", "Event", "IllegalTransition", "MemoryObj", "State", "put_in_order"]
 
 
 class State(Enum):
@@ -87,3 +88,17 @@ class MemoryObj:
         if following is None or (event is Event.DROP and self.refs):
             raise IllegalTransition(f"{event.value} of {self!r}")
         self.state = following
+
+
+def put_in_order(objects: Sequence[MemoryObj]) -> None:
+    """Let objects that nobody has been told of yet trade places with those of their length, into rising order.
+
+    A full pool hands out what it evicts, last chunk first; who copies runs through rising places at twice the speed.
+    """
+    by_length: dict[int, list[MemoryObj]] = {}
+    for obj in objects:
+        by_length.setdefault(obj.length, []).append(obj)
+    for same in by_length.values():
+        places = sorted((obj.offset, obj.slot) for obj in same)
+        for obj, place in zip(same, places, strict=True):
+            obj.offset, obj.slot = place

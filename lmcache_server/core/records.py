@@ -6,10 +6,12 @@ from typing import Protocol
 from lmcache_server.core.index import Node
 from lmcache_server.core.memory_obj import MemoryObj
 from lmcache_server.protocol.keys import Namespace
+from lmcache_server.protocol.messages import pack_slot
 
 __all__ = ["ChunkNode", "Counters", "Entry", "GenerationTable", "Limits", "Reading", "Reservation", "View"]
 
 ChunkNode = Node[MemoryObj]
+NO_SLOT = pack_slot(0, 0)
 
 
 class GenerationTable(Protocol):
@@ -55,6 +57,14 @@ class Reservation:
     framed: bool = False
     """Whether any byte arrived as a frame: then only what arrived whole may be published."""
 
+    def slots(self) -> bytes:
+        """A slot for every own part of each chunk; NO_SLOT for one that is not to be filled."""
+        slots: list[bytes] = []
+        for _, _, taken in self.entries:
+            to_fill = {part: obj.slot for part, obj in taken}
+            slots += [to_fill.get(part, NO_SLOT) for part in self.view.own]
+        return b"".join(slots)
+
 
 @dataclass(slots=True)
 class Reading:
@@ -62,6 +72,11 @@ class Reading:
 
     nodes: list[ChunkNode]
     own: range
+
+    def slots(self) -> bytes:
+        """The slots of its parts of each chunk, all of which are complete."""
+        start, stop = self.own.start * len(NO_SLOT), self.own.stop * len(NO_SLOT)
+        return b"".join([node.slots[start:stop] for node in self.nodes])
 
 
 @dataclass(slots=True)

@@ -354,6 +354,21 @@ def test_a_store_evicts_as_much_as_it_needs_and_no_more() -> None:
     assert (cache.hit("abcdefghijklmnopqr"), cache.used) == (17, 28)
 
 
+def test_a_full_pool_hands_out_what_it_evicts_in_rising_order() -> None:
+    cache = SmallCache(pool=12)
+    cache.store(1, "abcdef")
+    cache.end(1)
+    cache.store(1, "uvwxyz")
+    cache.end(1)
+    reserved = cache.reserve(1, "ABCD")
+    assert offsets(reserved) == sorted(offsets(reserved))
+    assert cache.hit("abcdef") == 2, "the last ones went first"
+    cache.commit(1, reserved.reservation)
+    assert offsets(cache.acquire(2, "ABCD")) == offsets(reserved)
+    for slot in slots(reserved):
+        assert cache.l1.generations[slot.offset] == slot.generation, "places and generations went together"
+
+
 def test_a_store_does_not_evict_its_own_beginning() -> None:
     cache = SmallCache(pool=3)
     cache.store(1, "ab")

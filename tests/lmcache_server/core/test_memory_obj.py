@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from lmcache_server.core.memory_obj import TRANSITIONS, Event, IllegalTransition, MemoryObj, State
+from lmcache_server.core.memory_obj import TRANSITIONS, Event, IllegalTransition, MemoryObj, State, put_in_order
+from lmcache_server.protocol.messages import pack_slot
 
 LEGAL = {
     (State.RESERVED, Event.COMMIT): State.SEALED,
@@ -49,3 +50,14 @@ def test_a_held_object_cannot_be_dropped() -> None:
 
 def test_a_new_object_is_reserved_and_says_where_it_is() -> None:
     assert repr(MemoryObj(4096, 100, 7)) == "<MemoryObj reserved @4096+100 gen=7 refs=0>"
+
+
+def test_objects_trade_places_with_those_of_their_length_only() -> None:
+    lengths, places = [2, 3, 2, 3, 2], [9, 7, 4, 0, 1]
+    objects = [MemoryObj(place, length, place + 100) for length, place in zip(lengths, places, strict=True)]
+    put_in_order(objects)
+    assert [obj.offset for obj in objects] == [1, 0, 4, 7, 9]
+    assert [obj.length for obj in objects] == lengths
+    assert [obj.generation - obj.offset for obj in objects] == [100] * 5
+    assert [obj.slot for obj in objects] == [pack_slot(obj.offset, obj.generation) for obj in objects]
+    put_in_order([])
