@@ -1,7 +1,9 @@
 """What a lookup costs a client: latency by prompt length, and how many per second one and several clients get.
 
-Why: the scheduler of an engine asks once per request, in its step. Beside each latency stands that of a ping, the same
-round trip without any work, in the same run. A lookup here takes a lease and its slots, and the release is sent too.
+Why: the scheduler of an engine asks once per request, in its step. Beside each latency stand, in the same run, that of
+a ping, the same round trip without any work, and that of bare ZMQ: as many bytes each way between two Python processes
+that do nothing with them. What a lookup costs beyond bare ZMQ is ours. A lookup here takes a lease and its slots, and
+the release is sent too.
 """
 
 import argparse
@@ -9,6 +11,8 @@ import multiprocessing
 import struct
 import time
 from collections.abc import Sequence
+
+import zmq
 
 from benchmarks._measure import interleaved, report
 from benchmarks._server import engine, serving
@@ -24,6 +28,7 @@ from lmcache_server.protocol.messages import (
     Reserve,
     SessionId,
 )
+from tests.servers import free_ports
 
 LENGTHS = (4_096, 8_192, 32_768, 131_072, 1_048_576)
 RUN_TOKENS = 8_192
@@ -39,7 +44,16 @@ def look_up(worker: Attachment, one: Prompt) -> int:
     return int(found.chunks)
 
 
-def latencies(worker: Attachment) -> list[list[object]]:
+def answer(address: str) -> None:
+    """A server that sends back 16 bytes for each 1024, as a lookup does for a chunk."""
+    socket = zmq.Context().socket(zmq.ROUTER)
+    socket.bind(address)
+    while True:
+        *head, body = socket.recv_multipart()
+        socket.send_multipart([*head, body[: len(body) // 64]])
+
+
+def latencies(worker: Attachment, bare: "zmq.Socket[bytes]") -> list[list[object]]:
     rows: list[list[object]] = []
     for tokens in LENGTHS:
         one = prompt(tokens)
@@ -53,10 +67,15 @@ def latencies(worker: Attachment) -> list[list[object]]:
         def ask(acquire: Acquire = acquire, leases: list[int] = leases) -> None:
             leases.append(worker.connection.request(acquire).results[0].lease)
 
-        samples = interleaved({"ping": lambda: worker.connection.request(Ping()), "lookup": ask}, repeats=200)
+        def carry(tokens: bytes = one.tokens) -> None:
+            bare.send_multipart((b"12345678", b"lookup", tokens))
+            bare.recv_multipart()
+
+        calls = {"bare": carry, "ping": lambda: worker.connection.request(Ping()), "lookup": ask}
+        samples = interleaved(calls, repeats=200)
         worker.connection.request(Release(worker.instance, tuple(leases)))
-        ratio = samples["lookup"].over(samples["ping"])
-        rows.append([f"{tokens} tokens", samples["lookup"].median * 1e3, samples["ping"].median * 1e3, str(ratio)])
+        milliseconds = [samples[name].median * 1e3 for name in ("lookup", "ping", "bare")]
+        rows.append([f"{tokens} tokens", *milliseconds, str(samples["lookup"].over(samples["bare"]))])
     return rows
 
 
@@ -95,11 +114,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     options = parser.parse_args(arguments)
-    with serving(0.25) as server, engine(server, 1, 1, 8) as worker:
-        rows = latencies(worker)
+    address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    answering = multiprocessing.get_context("fork").Process(target=answer, args=(address,), daemon=True)
+    answering.start()
+    with serving(0.25) as server, engine(server, 1, 1, 8) as worker, zmq.Context() as context:
+        with context.socket(zmq.DEALER) as bare:
+            bare.connect(address)
+            rows = latencies(worker, bare)
+        answering.kill()
         rates = {clients: throughput(worker, clients, options.seconds) for clients in options.clients}
     facts = {f"ms_{row[0].split()[0]}": row[1] for row in rows}
-    report("lookups, p50", ["prompt", "lookup ms", "ping ms", "lookup / ping"], rows, facts)
+    report("lookups, p50", ["prompt", "lookup ms", "ping ms", "bare ZMQ ms", "lookup / bare ZMQ"], rows, facts)
     report(
         f"lookups per second, {RUN_TOKENS} tokens",
         ["clients", "per second"],
