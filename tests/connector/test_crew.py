@@ -73,8 +73,9 @@ def test_helpers_may_run_wherever_the_process_may_though_their_maker_is_bound_to
     assert seen == [cores, cores]
 
 
-def test_the_process_has_one_crew_as_large_as_torch_computes_with() -> None:
-    import torch
-
+def test_the_process_has_one_crew_as_large_as_torch_computes_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew.cache_clear()
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    assert crew().threads == 3
     assert crew() is crew()
-    assert crew().threads == torch.get_num_threads()
+    crew.cache_clear()

@@ -112,8 +112,8 @@ def test_the_heartbeat_registers_again_and_lets_the_old_pool_go() -> None:
         gc.collect()
         assert instances(server) == 1
         mappings = [line for line in Path("/proc/self/maps").read_text().splitlines() if server.segment in line]
-        assert len(mappings) == 1
-        assert "(deleted)" not in mappings[0]
+        assert [mapping.split()[1] for mapping in mappings] in (["r--s", "rw-s"], ["rw-s", "r--s"])
+        assert "(deleted)" not in "".join(mappings)
 
 
 def test_an_idle_context_is_not_forgotten() -> None:
