@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
@@ -33,8 +33,10 @@ class Crew:
         parts = max(1, min(self.threads, items, nbytes // PART_BYTES))
         cuts = [items * part // parts for part in range(parts + 1)]
         first, *others = (slice(*cut) for cut in pairwise(cuts))
-        futures = [self._helpers.submit(work, part) for part in others]
+        futures: list[Future[object]] = []
         try:
+            for part in others:
+                futures.append(self._helpers.submit(work, part))
             work(first)
         finally:
             errors = [future.exception() for future in futures]  # waits: nothing is being copied on return

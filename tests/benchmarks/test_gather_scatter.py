@@ -1,6 +1,5 @@
 """The copies that are timed are the right copies; what runs on a GPU is run here on the CPU, as far as that goes."""
 
-import pytest
 import torch
 
 from benchmarks import gather_scatter
@@ -44,11 +43,3 @@ def test_a_kernel_that_this_machine_does_not_have_is_a_row_without_numbers() -> 
 def test_the_budget_is_that_of_the_slowest_copy() -> None:
     shares = {"a": [0.95, 0.96, 0.97], "b": [0.99, 0.91, 0.92]}
     assert slowest(shares) == {"gpu_copies": {"ours": [0.99, 0.91, 0.92]}}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_cuda_gpu_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        gather_scatter.main(["--gpu"])
-    said = capsys.readouterr()
-    assert (end.value.code, said.out) == (2, "") and said.err.startswith("--gpu needs a CUDA device")

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import core_decisions, gather_scatter, lookups, sdk_copies, server_sdk, wire
+from benchmarks import core_decisions, dropping, gather_scatter, lookups, prefill, sdk_copies, server_sdk, sharing, wire
 from tests.interop.peer import require_lmcache
 
 Main = Callable[[Sequence[str]], None]
@@ -28,6 +29,17 @@ def test_an_unknown_option_is_refused(main: Main, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as end:
         main(["--rouns=3"])
     assert end.value.code == 2 and "unrecognized arguments: --rouns=3" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "main", [gather_scatter.main, prefill.main, sharing.main, dropping.main], ids=lambda main: main.__module__
+)
+def test_without_cuda_gpu_is_refused_before_anything_starts(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--gpu"])
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "") and said.err.startswith("--gpu needs a CUDA device")
 
 
 def test_core_decisions(capsys: pytest.CaptureFixture[str]) -> None:
