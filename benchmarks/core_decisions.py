@@ -2,6 +2,9 @@
 
 Why: everything else stands on these calls, and they must not grow slower as the cache fills. The pool is imaginary (a
 chunk is one allocation unit), the token ids are not: every decision hashes and compares them.
+
+And a full pass of Python's garbage collector, which holds up every request: as the server has it, which freezes what it
+keeps (lmcache_server.io.freezer), and as it would be over everything.
 """
 
 import argparse
@@ -9,12 +12,14 @@ import gc
 import itertools
 import random
 import struct
+import time
 from array import array
 from collections.abc import Callable, Sequence
 
 from benchmarks._measure import interleaved, report
 from lmcache_server.core.l1_cache import L1Cache
 from lmcache_server.core.records import Limits, View
+from lmcache_server.io.freezer import EVERY, Freezer
 from lmcache_server.protocol.keys import ChunkHasher, Namespace
 from lmcache_server.protocol.layout import Kind
 from lmcache_server.protocol.messages import Prompt, SessionId
@@ -38,7 +43,9 @@ def filled(chunks: int) -> tuple[L1Cache, View, list[Prompt]]:
     cache = L1Cache(ChunkHasher(CHUNK), limits, array("Q", bytes(pool // ALIGN * 8)))
     view = View(1, Namespace("model", "", Kind.KV, "layout", 1), (ALIGN,), range(1))
     kept = []
+    freezer = Freezer(lambda: cache.counters.reserved_chunks)
     for seed in range(max(1, chunks // PROMPT_CHUNKS)):
+        freezer.tick()
         one = prompt(seed)
         cache.commit(1, cache.reserve(view, one, 0.0).reservation, None)
         if seed % max(1, chunks // PROMPT_CHUNKS // 64) == 0:
@@ -69,22 +76,49 @@ def storing(size: int) -> Callable[[], None]:
     return call
 
 
+def full_passes() -> tuple[float, float]:
+    """Milliseconds of a full pass with all frozen but the newest EVERY chunks, and with nothing frozen."""
+    freezer = Freezer(lambda: 0)
+    freezer.freeze()
+    newest = filled(EVERY)
+    seen = milliseconds(gc.collect)
+    freezer.thaw()
+    everything = milliseconds(gc.collect)
+    freezer.freeze()
+    del newest
+    return seen, everything
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     options = parser.parse_args(arguments)
     calls = {}
-    gc.disable()  # its passes over what is kept would take most of the time of the filling
+    passes: list[list[object]] = []
+    chunks = EVERY
     for size in options.sizes:
         calls[f"acquire+release @{size}"] = looking_up(size)
         calls[f"reserve+commit, evicting @{size}"] = storing(size)
-    gc.enable()
+        chunks += 2 * size
+        passes.append([chunks, *full_passes()])
     samples = interleaved(calls, repeats=REPEATS, inner=40)
     smallest = options.sizes[0]
     rows = []
     for name, sample in samples.items():
         base = samples[f"{name.split('@')[0]}@{smallest}"]
         rows.append([name, sample.median * 1e6, 1 / sample.median, str(sample.over(base))])
+    report(
+        "a full pass of the garbage collector",
+        ["chunks in the process", "ms, as the server has it", "ms, over everything"],
+        passes,
+        {f"full_pass_ms_{row[0]}": row[1] for row in passes},
+    )
     growth = samples[f"acquire+release @{options.sizes[-1]}"].ratios(samples[f"acquire+release @{smallest}"])
     report(
         "core decisions, prompts of 8k tokens",

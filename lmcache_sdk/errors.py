@@ -33,7 +33,7 @@ class LMCacheSDKError(Exception):
 
 
 class ServerUnavailable(LMCacheSDKError):
-    """No answer to `waited_for` from `url` after `seconds`."""
+    """No answer to `waited_for` from `url` after `seconds`; 0 where there was nothing to wait for."""
 
     def __init__(self, waited_for: str, url: str, seconds: float, detail: str = "") -> None:
         super().__init__(waited_for, url, seconds, detail)
@@ -43,7 +43,8 @@ class ServerUnavailable(LMCacheSDKError):
         self.detail = detail
 
     def __str__(self) -> str:
-        text = f"no answer to {self.waited_for} from {self.url} within {round(self.seconds, 2):g} s"
+        seconds = round(self.seconds, 2)
+        text = f"no answer to {self.waited_for} from {self.url}" + (f" within {seconds:g} s" if seconds else "")
         return f"{text}: {self.detail}" if self.detail else text
 
 

@@ -20,7 +20,8 @@ MAX_BYTES = 64 * 2**20
 def fetch_json(http_url: str, path: str, timeout: float) -> dict[str, Any]:
     """The JSON object at `http_url` + `path`.
 
-    Raises ServerUnavailable if it is not here in full after `timeout` seconds, LMCacheSDKError if it is anything else.
+    Raises ServerUnavailable at once if nobody listens there, and if it is not here in full after `timeout` seconds;
+    LMCacheSDKError if it is anything else.
     """
     target = _target(http_url)
     url = f"{target.scheme}://{target.netloc}{target.path.rstrip('/')}{path}"
@@ -30,8 +31,12 @@ def fetch_json(http_url: str, path: str, timeout: float) -> dict[str, Any]:
             body = _get(connection, urlsplit(url), deadline)
     except TimeoutError as error:
         raise ServerUnavailable(f"GET {path}", http_url, timeout) from error
+    except ConnectionRefusedError as error:
+        detail = "nobody listens there (is `lmcache server` running, with that --http-port?)"
+        raise ServerUnavailable(f"GET {path}", http_url, 0.0, detail) from error
     except OSError as error:
-        raise ServerUnavailable(f"GET {path}", http_url, timeout, str(error) or type(error).__name__) from error
+        waited = timeout - (deadline - time.monotonic())
+        raise ServerUnavailable(f"GET {path}", http_url, waited, str(error) or type(error).__name__) from error
     except (http.client.HTTPException, _Unfit) as error:
         raise LMCacheSDKError(f"GET {url}: {error}") from error
     return _object(url, body)

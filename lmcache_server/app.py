@@ -23,6 +23,7 @@ from lmcache_server.core.l1_cache import L1Cache
 from lmcache_server.core.records import Limits
 from lmcache_server.core.sessions import SessionTable
 from lmcache_server.io import http_api
+from lmcache_server.io.freezer import Freezer
 from lmcache_server.io.process import process_gone
 from lmcache_server.io.shm import Pool, create_private_pool, create_shared_pool, progress_bar, reclaim_orphans
 from lmcache_server.io.ticker import Ticker
@@ -56,13 +57,16 @@ async def serve(settings: Settings) -> None:
         pool = _create_pool(settings)
         stack.callback(pool.close)
         ticker = Ticker(time.monotonic)
-        service, compat, status = _build(settings, pool, ticker, zmq_server)
+        service, compat, status, freezer = _build(settings, pool, ticker, zmq_server)
         http = http_api.HttpServer(http_api.build_app(_routes(status, service)), listener)
         zmq_server.start(loop, _dialects(service, compat))
         ticker.every(TICK_SECONDS, "leases", lambda: service.tick(process_gone))
         # Reading the socket is driven by its descriptor; this only makes sure that no edge was missed.
         ticker.every(TICK_SECONDS, "socket", zmq_server.drain)
+        ticker.every(TICK_SECONDS, "freezer", freezer.tick)
         serving = asyncio.create_task(http.run(), name="http")
+        stack.callback(freezer.thaw)
+        freezer.freeze()
         if await http.started():
             log.info(
                 "ready: tcp://%s:%d, http://%s:%d; a pool of %.2f GiB in %s, chunks of %d tokens",
@@ -78,7 +82,9 @@ async def serve(settings: Settings) -> None:
         await ticker.stop()
 
 
-def _build(settings: Settings, pool: Pool, ticker: Ticker, zmq_server: ZmqServer) -> tuple[Service, Compat, Status]:
+def _build(
+    settings: Settings, pool: Pool, ticker: Ticker, zmq_server: ZmqServer
+) -> tuple[Service, Compat, Status, Freezer]:
     hasher = ChunkHasher(settings.chunk_size, settings.hash_algorithm)
     limits = Limits(
         settings.pool_bytes,
@@ -101,7 +107,8 @@ def _build(settings: Settings, pool: Pool, ticker: Ticker, zmq_server: ZmqServer
 
     status = Status(settings, hello, cache, instances, sessions, ticker.health, traffic)
     grace = settings.worker_registration_grace_seconds
-    return service, Compat(hello, cache, instances, service, time.monotonic, grace), status
+    compat = Compat(hello, cache, instances, service, time.monotonic, grace)
+    return service, compat, status, Freezer(lambda: cache.counters.reserved_chunks)
 
 
 def _dialects(service: Service, compat: Compat) -> Handler:

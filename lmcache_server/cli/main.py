@@ -22,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     server.add_parser(commands)
     client.add_parsers(commands)
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:  # said by the command itself, whose usage lists what it knows
+        commands.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(options.run(options))
     except KeyboardInterrupt:

@@ -42,7 +42,8 @@ class Node(Generic[T]):
 
     def __init__(self, parent: "Node[T] | None", chunk_hash: bytes, tokens: bytes, extras: bytes, parts: int) -> None:
         self.parent = parent
-        self.root: Node[T] = self if parent is None else parent.root
+        if parent is not None:
+            self.root: Root[T] = parent if isinstance(parent, Root) else parent.root
         self.hash = chunk_hash
         self.tokens = tokens
         self.extras = extras
@@ -79,7 +80,9 @@ class Node(Generic[T]):
 
 
 class Root(Node[T]):
-    """Where a tree begins: no chunk, only the key that its chunks are under."""
+    """Where a tree begins: no chunk, only the key that its chunks are under. Its own `root` is not set: a tree that is
+    let go of goes without the collector's help.
+    """
 
     __slots__ = ("key",)
 
@@ -114,7 +117,6 @@ class PrefixIndex(Generic[T]):
 
     def key(self, node: Node[T]) -> Any:
         """The root key of `node`'s tree."""
-        assert isinstance(node.root, Root)
         return node.root.key
 
     def attached(self, node: Node[T]) -> bool:

@@ -20,6 +20,7 @@ ERRORS = [
         "no answer to v1/hello from tcp://h:1 within 60 s: away",
     ),
     (ServerUnavailable("v1/hello", "tcp://h:1", 4.99999), "no answer to v1/hello from tcp://h:1 within 5 s"),
+    (ServerUnavailable("GET /config", "http://h:1", 0.0, "away"), "no answer to GET /config from http://h:1: away"),
     (ConnectionLost("v1/end", "tcp://h:1", 1.0), "the connection to tcp://h:1 was lost while waiting for v1/end"),
     (ServerRefused(ErrorCode.INVALID, "too long", "tokens"), "the server refused (invalid): tokens: too long"),
     (ServerRefused(ErrorCode.INTERNAL, "a fault"), "the server refused (internal): a fault"),

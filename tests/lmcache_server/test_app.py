@@ -1,6 +1,7 @@
 """The whole server in this process: built in order, seen over its two ports, stopped by a signal."""
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -101,6 +102,15 @@ def test_without_shared_memory_there_is_no_segment() -> None:
 
     before = set(os.listdir("/dev/shm"))
     served(settings(shm_name=""), body)
+
+
+def test_what_a_server_keeps_is_frozen_while_it_runs() -> None:
+    async def body(client: httpx.AsyncClient, ask: Callable[..., Awaitable[Any]]) -> None:
+        assert gc.get_freeze_count() > 10_000
+        assert "freezer" in (await client.get("/status")).json()["health"]["seconds_since_heartbeat"]
+
+    served(settings(), body)
+    assert gc.get_freeze_count() == 0
 
 
 def test_clear_over_http_is_the_clear_of_the_socket() -> None:

@@ -35,6 +35,14 @@ def test_a_mistake_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "error:" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_an_unknown_flag_is_refused_with_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["describe", "kvcache", "--bogus", "3"])
+    usage, *_, last = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: lmcache describe ")
+    assert last == "lmcache describe: error: unrecognized arguments: --bogus 3"
+
+
 def test_an_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
