@@ -5,7 +5,6 @@ attachment is void (requests under its instance are refused with UNKNOWN_INSTANC
 is mended in place.
 """
 
-import dataclasses
 import logging
 import os
 import time
@@ -15,6 +14,7 @@ from lmcache_sdk.errors import LMCacheSDKError
 from lmcache_sdk.shm import PoolForbidden, SharedPool
 from lmcache_sdk.transfer import FrameTransfer, SharedMemoryTransfer, Transfer
 from lmcache_sdk.transport import ServerConnection
+from lmcache_server.protocol.codec import to_map
 from lmcache_server.protocol.errors import ProtocolError
 from lmcache_server.protocol.layout import CacheLayout, Kind, fingerprint, slot_bytes
 from lmcache_server.protocol.messages import (
@@ -112,7 +112,7 @@ def _hello(connection: ServerConnection, timeout: float) -> HelloReply:
             f"this client {PROTOCOL_VERSION}: install the same version on both sides"
         )
     if hello.chunk_size < 1 or hello.frame_bytes < 1 or not (hello.reap_seconds > 0 and hello.read_ttl_seconds > 0):
-        raise LMCacheSDKError(f"{connection.url} told impossible facts about itself: {dataclasses.asdict(hello)}")
+        raise LMCacheSDKError(f"{connection.url} told impossible facts about itself: {to_map(hello)}")
     return hello
 
 

@@ -4,7 +4,6 @@ An engine registers the layout of its cache; whoever wants to read or write that
 the model's name. A document that does not fit is refused with the path of the first field that is wrong.
 """
 
-import dataclasses
 import time
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -78,9 +77,8 @@ def _field(document: dict[str, Any], path: str, kind: type[T], source: str) -> T
 
 def _entry(entry: dict[str, Any], source: str) -> Engine:
     """What one entry of /status says of an engine; its other fields are none of our business."""
-    names = [field.name for field in dataclasses.fields(Engine)]
     try:
-        return from_map(Engine, {name: entry[name] for name in names if name in entry})
+        return from_map(Engine, entry)
     except ProtocolError as error:
         raise LMCacheSDKError(f"{source}.{error}") from error
 

@@ -35,9 +35,9 @@ import zmq
 
 from lmcache_sdk.errors import ConnectionLost, LMCacheSDKError, ServerRefused, ServerUnavailable
 from lmcache_sdk.url import server_url
-from lmcache_server.protocol.codec import encode, from_map
+from lmcache_server.protocol.codec import decode, encode
 from lmcache_server.protocol.errors import ProtocolError
-from lmcache_server.protocol.messages import OPERATIONS, Refusal
+from lmcache_server.protocol.messages import OPERATIONS, Refused
 
 __all__ = ["Buffer", "PendingReply", "ServerConnection"]
 
@@ -111,12 +111,11 @@ class PendingReply:
 
     def _decode(self, frames: list[zmq.Frame]) -> Any:
         try:
-            value = msgpack.unpackb(frames[2].buffer, strict_map_key=False)
-            if isinstance(value, dict) and value.keys() == {"error"}:
-                refusal = from_map(Refusal, value["error"], "error")
-                raise ServerRefused(refusal.code, refusal.message, refusal.field)
-            return from_map(self._type, value)
-        except (IndexError, ValueError, msgpack.UnpackException, RecursionError, ProtocolError) as error:
+            return decode(self._type, frames[2].buffer)
+        except (IndexError, ProtocolError) as error:
+            with contextlib.suppress(IndexError, ProtocolError):
+                refusal = decode(Refused, frames[2].buffer).error
+                raise ServerRefused(refusal.code, refusal.message, refusal.field) from None
             reason = f"{type(error).__name__}: {error}"
             raise LMCacheSDKError(
                 f"{self._connection.url} answered {self.operation} with nonsense ({reason})"

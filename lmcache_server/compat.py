@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from lmcache_server.core.instances import Instance, InstanceTable, view_of
 from lmcache_server.core.l1_cache import L1Cache
 from lmcache_server.core.leases import Lease
@@ -289,7 +291,7 @@ class Compat:
         for instance in self._instances:
             engine = instance.register
             if instance.id not in foreign and _same_bytes(engine, message):
-                message = dataclasses.replace(message, layout=engine.layout, revision=engine.revision)
+                message = msgspec.structs.replace(message, layout=engine.layout, revision=engine.revision)
         return message
 
     def _engine(self, key: Key) -> Instance | None:

@@ -113,13 +113,12 @@ class Service:
             return [codec.encode(reply), *raw]
         except ProtocolError as error:
             self.traffic.refusals += 1
-            return [codec.encode({"error": m.Refusal(error.code, error.message, error.field)})]
+            return [codec.encode(m.Refused(m.Refusal(error.code, error.message, error.field)))]
         except Exception:  # the boundary of one request: a fault of ours must not end the loop or go unanswered
             self.traffic.faults += 1
             log.exception("a fault while answering %r", operation[:40])
-            return [
-                codec.encode({"error": m.Refusal(ErrorCode.INTERNAL, "a fault of the server; its log has the trace")})
-            ]
+            fault = m.Refusal(ErrorCode.INTERNAL, "a fault of the server; its log has the trace")
+            return [codec.encode(m.Refused(fault))]
 
     # Being known.
 

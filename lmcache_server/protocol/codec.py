@@ -1,56 +1,61 @@
 """Typed messages <-> MessagePack maps.
 
-A message is a frozen dataclass; its wire form is a map from field name to value. Decoding checks every type, refuses
-unknown and missing fields, and names the path of what is wrong (`requests[2].tokens`); the path is put together while
-the error climbs, so that nothing else pays for it. The decoder of a class is built once, from its annotations. How many
-values one message may hold is limited, so that no sender can keep the receiver busy for long.
+A message is a frozen `Message`; its wire form is a map from field name to value. msgspec does the work, in compiled
+code: it checks every type, refuses unknown and missing fields, and knows the path of what is wrong. How many values one
+message may hold is limited, so that no sender can keep the receiver busy for long.
 
     int, float, bool, str, bytes    as they are (an int is accepted for a float, a bool never for an int)
     StrEnum                         its value
     tuple[T, ...]                   array
     dict[K, V]                      map
     T | None                        T or nil
-    dataclass                       map
+    Message                         map
 """
 
-import dataclasses
-import types
+import re
 import typing
-from collections.abc import Callable, Hashable
-from enum import StrEnum
+from collections.abc import Hashable
 from functools import cache
 from typing import Any, TypeVar
 
 import msgpack
+import msgspec
 
 from lmcache_server.protocol.errors import ProtocolError, invalid
 
-__all__ = ["MAX_ARRAY", "MAX_VALUES", "decode", "encode", "from_map", "to_map", "unpack"]
+__all__ = ["MAX_VALUES", "Message", "decode", "encode", "from_map", "to_map", "unpack"]
 
-MAX_ARRAY = 1 << 17
-"""Values of one array or map of a message; tokens and slots are bytes and do not count."""
 MAX_VALUES = 1 << 20
-"""Values of all arrays and maps of a message together."""
-
-_PLAIN = frozenset({int, bytes, str, float, bool, type(None)})
-"""What goes on the wire as it is."""
+"""Values of all arrays and maps of a message together; tokens and slots are bytes and do not count."""
 
 M = TypeVar("M")
-Decoder = Callable[[Any], Any]
-_ABSENT = object()
 
 
-def encode(message: Any) -> bytes:
-    """The wire form of `message`, a dataclass instance."""
-    return typing.cast(bytes, msgpack.packb(to_map(message)))
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """What travels, or a part of it. It refers to nothing that could refer back, so no garbage collector looks at it.
+
+    A `__post_init__` that raises ProtocolError names the field below its own.
+    """
+
+
+def encode(message: Message) -> bytes:
+    """The wire form of `message`."""
+    return _ENCODER.encode(message)
 
 
 def decode(cls: type[M], data: bytes | memoryview) -> M:
     """The message of type `cls` in `data`; raises ProtocolError(INVALID) naming the field that does not fit."""
-    return from_map(cls, unpack(data))
+    if len(data) > MAX_VALUES:
+        unpack(data)  # counts its values: each takes a byte at least, so that a shorter one need not be counted
+    try:
+        return typing.cast(M, _decoder(typing.cast(Hashable, cls)).decode(data))
+    except msgspec.ValidationError as error:
+        raise _refusal(cls, error, "") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _no_value(error) from error
 
 
-def unpack(data: bytes | memoryview, *, longest: int = MAX_ARRAY, most: int = MAX_VALUES) -> Any:
+def unpack(data: bytes | memoryview, *, most: int = MAX_VALUES) -> Any:
     """The one MessagePack value in `data`; raises ProtocolError(INVALID) if it is none, or has too many values."""
     room = most
 
@@ -61,8 +66,7 @@ def unpack(data: bytes | memoryview, *, longest: int = MAX_ARRAY, most: int = MA
             raise ValueError(f"it holds more than {most} values")
         return values
 
-    longest = min(longest, len(data))
-    # Each value takes a byte at least: a message of no more bytes than values that it may hold need not be counted.
+    longest = min(most, len(data))
     hook = count if len(data) > most else None
     try:
         return msgpack.unpackb(
@@ -70,8 +74,7 @@ def unpack(data: bytes | memoryview, *, longest: int = MAX_ARRAY, most: int = MA
         )
     # A map whose key is an array or a map is a TypeError of the decoder.
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
-        reason = str(error) or type(error).__name__
-        raise invalid("", f"the payload is not one MessagePack value that can be a message ({reason})") from error
+        raise _no_value(error) from error
 
 
 def from_map(cls: type[M], value: Any, path: str = "") -> M:
@@ -79,168 +82,59 @@ def from_map(cls: type[M], value: Any, path: str = "") -> M:
     under `path`.
     """
     try:
-        return typing.cast(M, _decoder(typing.cast(Hashable, cls))(value))
-    except ProtocolError as error:
-        raise _within(path, error) from None
+        return msgspec.convert(value, cls)
+    except msgspec.ValidationError as error:
+        raise _refusal(cls, error, path) from None
 
 
-def to_map(value: Any) -> Any:
-    """`value` with every dataclass in it turned into the map that goes on the wire."""
-    kind = type(value)
-    if kind in _PLAIN or isinstance(value, StrEnum):
-        return value
-    if kind is tuple or kind is list:
-        return [item if type(item) in _PLAIN else to_map(item) for item in value]
-    if kind is dict:
-        return {key: item if type(item) in _PLAIN else to_map(item) for key, item in value.items()}
-    fields = {}
-    for name in _field_names(typing.cast(Hashable, kind)):
-        item = getattr(value, name)
-        fields[name] = item if type(item) in _PLAIN else to_map(item)
-    return fields
+def to_map(message: Message) -> Any:
+    """The map that `message` is on the wire."""
+    return unpack(encode(message))
+
+
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 @cache
-def _field_names(cls: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(cls))
+def _decoder(cls: Any) -> "msgspec.msgpack.Decoder[Any]":
+    return msgspec.msgpack.Decoder(cls)
 
 
-@cache
-def _decoder(annotation: Any) -> Decoder:
-    if dataclasses.is_dataclass(annotation):
-        return _dataclass_decoder(typing.cast(type, annotation))
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is tuple:
-        return _tuple_decoder(arguments[0])
-    if origin is dict:
-        return _dict_decoder(_decoder(arguments[0]), _decoder(arguments[1]))
-    if origin in (types.UnionType, typing.Union):
-        (inner,) = (argument for argument in arguments if argument is not type(None))
-        some = _decoder(inner)
-        return lambda value: None if value is None else some(value)
-    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
-        return _enum_decoder(annotation)
-    return _scalar_decoder(annotation)
+_WHERE = re.compile(r"(.*?)(?: - at (`key` in )?`\$?(.*?)`)?", re.DOTALL)
+_FIELD = re.compile(r"Object (contains unknown|missing required) field `(.*)`", re.DOTALL)
+_VALUE = re.compile(r"Invalid enum value (.*)", re.DOTALL)
 
 
-def _scalar_decoder(kind: type) -> Decoder:
-    if kind is float:
-        return _decode_float
-
-    def decode_scalar(value: Any) -> Any:
-        if type(value) is not kind:
-            raise _unexpected(kind.__name__, value)
-        return value
-
-    return decode_scalar
-
-
-def _decode_float(value: Any) -> float:
-    if type(value) not in (float, int):
-        raise _unexpected("float", value)
-    return float(value)
-
-
-def _enum_decoder(kind: type[StrEnum]) -> Decoder:
-    def decode_enum(value: Any) -> StrEnum:
-        try:
-            return kind(value)
-        except ValueError:
-            allowed = ", ".join(member.value for member in kind)
-            raise invalid("", f"expected one of {allowed}, got {_shown(value)}") from None
-
-    return decode_enum
+def _refusal(cls: Any, error: msgspec.ValidationError, root: str) -> ProtocolError:
+    """What msgspec found wrong, in our words."""
+    said, in_key, inner = typing.cast("re.Match[str]", _WHERE.fullmatch(str(error))).groups("")
+    path = (root + inner).removeprefix(".")
+    cause = error.__cause__
+    if isinstance(cause, ProtocolError):
+        return ProtocolError(cause.code, cause.message, _under(path, cause.field))
+    if field := _FIELD.fullmatch(said):
+        name = _under(path, field[2][:40])
+        if field[1].startswith("missing"):
+            return invalid(name, "missing")
+        return invalid(name, f"unknown field; known are {', '.join(_kind_at(cls, inner).__struct_fields__)}")
+    if value := _VALUE.fullmatch(said):
+        return invalid(path, f"expected one of {', '.join(_kind_at(cls, inner))}, got {value[1][:40]}")
+    return invalid(path, f"{said[:1].lower()}{said[1:]}".replace("`", "") + (" as a key" if in_key else ""))
 
 
-def _tuple_decoder(annotation: Any) -> Decoder:
-    item = _decoder(annotation)
-    plain = {annotation} if annotation in (int, str, bytes) else set()
-
-    def decode_tuple(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise _unexpected("array", value)
-        if plain and plain.issuperset(map(type, value)):
-            return tuple(value)
-        decoded: list[Any] = []
-        try:
-            for element in value:
-                decoded.append(item(element))
-        except ProtocolError as error:
-            raise _within(f"[{len(decoded)}]", error) from None
-        return tuple(decoded)
-
-    return decode_tuple
+def _kind_at(cls: Any, path: str) -> Any:
+    """What stands at `path` in a `cls`: a message or a closed list of words."""
+    for name in re.findall(r"\.(\w+)", path):
+        cls = typing.get_type_hints(cls)[name]
+        while arguments := typing.get_args(cls):
+            cls = arguments[0]
+    return cls
 
 
-def _dict_decoder(key: Decoder, item: Decoder) -> Decoder:
-    def decode_dict(value: Any) -> dict[Any, Any]:
-        if not isinstance(value, dict):
-            raise _unexpected("map", value)
-        decoded = {}
-        for name, element in value.items():
-            known = key(name)
-            try:
-                decoded[known] = item(element)
-            except ProtocolError as error:
-                raise _within(f"[{name!r}]", error) from None
-        return decoded
-
-    return decode_dict
+def _under(path: str, field: str) -> str:
+    return f"{path}.{field}" if path and field and not field.startswith("[") else path + field
 
 
-def _dataclass_decoder(cls: type) -> Decoder:
-    hints = typing.get_type_hints(cls)
-    defaults = {field.name: _default(field) for field in dataclasses.fields(cls)}
-    fields = [(name, hints[name], _decoder(hints[name]), default) for name, default in defaults.items()]
-    known = frozenset(defaults)
-    required = {name for name, default in defaults.items() if default is None}
-
-    def decode_dataclass(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise _unexpected("map", value)
-        if not known.issuperset(value):
-            unknown = next(name for name in value if name not in known)
-            raise invalid(_shown(unknown).strip("'"), f"unknown field; known are {', '.join(defaults)}")
-        arguments = []
-        name = ""
-        try:
-            for name, kind, decoder, default in fields:
-                item = value.get(name, _ABSENT)
-                if type(item) is not kind:
-                    if item is not _ABSENT:
-                        item = decoder(item)
-                    elif default is not None:
-                        item = default()
-                    else:
-                        name = ""
-                        raise invalid(min(required - value.keys()), "missing")
-                arguments.append(item)
-        except ProtocolError as error:
-            raise _within(name, error) from None
-        return cls(*arguments)
-
-    return decode_dataclass
-
-
-def _default(field: "dataclasses.Field[Any]") -> Callable[[], Any] | None:
-    """What makes the value of `field` where it is absent; None if it must not be."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory
-    return None if field.default is dataclasses.MISSING else lambda: field.default
-
-
-def _within(step: str, error: ProtocolError) -> ProtocolError:
-    """The same error, of a field under `step`."""
-    joint = "." if step and error.field and not error.field.startswith("[") else ""
-    return ProtocolError(error.code, error.message, f"{step}{joint}{error.field}")
-
-
-def _unexpected(expected: str, value: Any) -> ProtocolError:
-    return invalid("", f"expected {expected}, got {type(value).__name__}")
-
-
-def _shown(value: Any) -> str:
-    """`value` as it may stand in an error: never longer than a line."""
-    if isinstance(value, (str, bytes)):
-        return repr(value[:40])
-    return repr(value) if isinstance(value, (int, float)) or value is None else type(value).__name__
+def _no_value(error: Exception) -> ProtocolError:
+    reason = str(error) or type(error).__name__
+    return invalid("", f"the payload is not one MessagePack value that can be a message ({reason})")

@@ -28,8 +28,11 @@ class ErrorCode(StrEnum):
     """A fault of the server, logged there with its trace: retry later or report it."""
 
 
-class ProtocolError(Exception):
-    """A request that is refused: `code`, the `field` at fault (empty if none) and a sentence that names the remedy."""
+class ProtocolError(ValueError):
+    """A request that is refused: `code`, the `field` at fault (empty if none) and a sentence that names the remedy.
+
+    As a ValueError it may be raised by what a message checks of itself: the codec adds where in a message that was.
+    """
 
     def __init__(self, code: ErrorCode, message: str, field: str = "") -> None:
         super().__init__(f"{field}: {message}" if field else message)

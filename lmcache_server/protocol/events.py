@@ -8,9 +8,9 @@ the instance that was given it. One that the server cannot go on from (its reade
 answered with "lost" and all that is resident, never with a gap.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 
+from lmcache_server.protocol.codec import Message
 from lmcache_server.protocol.errors import invalid
 
 __all__ = ["MAX_EVENTS", "ChunkEvent", "ChunkEventKind", "Events", "EventsReply"]
@@ -30,8 +30,7 @@ class ChunkEventKind(StrEnum):
     """Every chunk went."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkEvent:
+class ChunkEvent(Message, frozen=True):
     """One event. A chunk is named by `hash` and `salt` together; `parent` is the hash of the chunk before it, empty for
     a first chunk. Only a stored chunk has `parent`, `tokens` and `extras`.
     """
@@ -44,8 +43,7 @@ class ChunkEvent:
     extras: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Events:
+class Events(Message, frozen=True):
     """Ask for at most `limit` events of the sender's namespace after the cursor `after`; None: from the beginning."""
 
     instance: int
@@ -57,8 +55,7 @@ class Events:
             raise invalid("limit", f"expected 1 to {MAX_EVENTS} events, got {self.limit}")
 
 
-@dataclass(frozen=True, slots=True)
-class EventsReply:
+class EventsReply(Message, frozen=True):
     """`cursor` is where the next question goes on, at once if there is `more`. With `lost`, whatever the reader knew is
     void, and these events are the first of all that is resident.
     """

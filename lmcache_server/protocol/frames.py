@@ -4,13 +4,12 @@ Frame i of a message is the bytes of its piece i. What was written so is publish
 of it arrived.
 """
 
-from dataclasses import dataclass
+from lmcache_server.protocol.codec import Message
 
 __all__ = ["Piece", "Read", "ReadReply", "Write", "WriteReply"]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Message, frozen=True):
     """A run of bytes of one object: `part` of chunk `chunk`, from `offset` in the object, `length` bytes."""
 
     chunk: int
@@ -19,8 +18,7 @@ class Piece:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(Message, frozen=True):
     """Fill reserved objects; raw frame i holds piece i. The pieces of an object arrive in order, without holes."""
 
     instance: int
@@ -28,15 +26,13 @@ class Write:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WriteReply:
+class WriteReply(Message, frozen=True):
     """Bytes taken."""
 
     written: int
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(Message, frozen=True):
     """Fetch pieces of leased objects (`chunk` counts from the first chunk of the lease); raw frame i of the reply
     holds piece i.
     """
@@ -46,8 +42,7 @@ class Read:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadReply:
+class ReadReply(Message, frozen=True):
     """Bytes that follow as raw frames."""
 
     length: int

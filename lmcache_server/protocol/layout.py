@@ -10,11 +10,11 @@ engines share cached chunks only if theirs are equal.
 """
 
 import hashlib
-from dataclasses import dataclass
 from enum import StrEnum
 
 import msgpack
 
+from lmcache_server.protocol.codec import Message
 from lmcache_server.protocol.errors import invalid
 
 __all__ = [
@@ -56,8 +56,7 @@ class Kind(StrEnum):
     QUERY = "query"
 
 
-@dataclass(frozen=True, slots=True)
-class KernelGroup:
+class KernelGroup(Message, frozen=True):
     """Layers that share one shape of cache: `layers` are indices into the model, `window` in tokens (0: full
     attention).
     """
@@ -90,8 +89,7 @@ class KernelGroup:
         return self.heads * self.head_size
 
 
-@dataclass(frozen=True, slots=True)
-class CacheLayout:
+class CacheLayout(Message, frozen=True):
     """The cache of one shard of a model: its kernel groups, and how the values are quantised ("" if they are not)."""
 
     groups: tuple[KernelGroup, ...]

@@ -20,10 +20,13 @@ offset in the pool and the generation. A part is one object: shard-major, then k
 """
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
+from lmcache_server.protocol.codec import Message
 from lmcache_server.protocol.errors import ErrorCode, ProtocolError, invalid
 from lmcache_server.protocol.events import Events, EventsReply
 from lmcache_server.protocol.frames import Piece, Read, ReadReply, Write, WriteReply
@@ -47,9 +50,9 @@ __all__ = [
     "Abort", "AbortReply", "Acquire", "AcquireReply", "Acquired", "Clear", "ClearReply", "Commit", "CommitReply",
     "CommitState", "Committed", "CommittedChunks", "Elsewhere", "End", "EndReply", "Events", "EventsReply", "Explain",
     "ExplainReply", "Hello", "HelloReply", "OPERATIONS", "Piece", "Ping", "PingReply", "ProcessId", "PROTOCOL_VERSION",
-    "Prompt", "Read", "ReadReply", "Refusal", "Register", "RegisterReply", "Release", "ReleaseReply", "Reserve",
-    "ReserveReply", "Reserved", "SessionId", "SlotRef", "Status", "StatusReply", "Stop", "Transport", "Unregister",
-    "UnregisterReply", "Write", "WriteReply", "check_salt", "pack_slot", "unpack_slots",
+    "Prompt", "Read", "ReadReply", "Refusal", "Refused", "Register", "RegisterReply", "Release", "ReleaseReply",
+    "Reserve", "ReserveReply", "Reserved", "SessionId", "SlotRef", "Status", "StatusReply", "Stop", "Transport",
+    "Unregister", "UnregisterReply", "Write", "WriteReply", "check_salt", "pack_slot", "unpack_slots",
 ]  # fmt: skip
 
 MAX_SALT = 128
@@ -67,8 +70,7 @@ def check_salt(salt: str) -> None:
 # Reading and writing chunks.
 
 
-@dataclass(frozen=True, slots=True)
-class SessionId:
+class SessionId(Message, frozen=True):
     """One attempt of one request. What it holds is released when the attempt ends, whatever a later attempt does."""
 
     request_id: str
@@ -79,8 +81,7 @@ class SessionId:
             raise invalid("request_id", f"expected at most {MAX_REQUEST_ID} characters, got {len(self.request_id)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Message, frozen=True):
     """Tokens (uint32 little-endian) and whatever else decides their KV.
 
     `extras` maps a chunk's index to tagged bytes for what is in that chunk beside tokens; a LoRA adapter stands at
@@ -90,7 +91,7 @@ class Prompt:
     session: SessionId
     tokens: bytes
     salt: str = ""
-    extras: dict[int, bytes] = field(default_factory=dict)
+    extras: dict[int, bytes] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.tokens) % TOKEN_BYTES:
@@ -110,8 +111,7 @@ def _check_first(first: tuple[int, ...], prompts: tuple[Prompt, ...]) -> None:
         raise invalid("first", f"expected chunk indices from 0, got {min(first)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Acquire:
+class Acquire(Message, frozen=True):
     """Ask for the longest cached prefix of each prompt, with a lease on its chunks from `first` (its own) on.
 
     A second acquire of a session releases that session's earlier lease. With `lease` false nothing is held and
@@ -130,8 +130,7 @@ class Acquire:
             raise invalid("prompts", "expected a session of its own for each prompt: a session holds one read lease")
 
 
-@dataclass(frozen=True, slots=True)
-class Acquired:
+class Acquired(Message, frozen=True):
     """`chunks` chunks of the prefix are cached; `slots` are those from `first` on. `lease` is 0 if nothing is held."""
 
     chunks: int
@@ -139,30 +138,26 @@ class Acquired:
     slots: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class AcquireReply:
+class AcquireReply(Message, frozen=True):
     """One result per prompt, in order."""
 
     results: tuple[Acquired, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(Message, frozen=True):
     """Give leases back. Releasing twice, or another's, changes nothing."""
 
     instance: int
     leases: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseReply:
+class ReleaseReply(Message, frozen=True):
     """How many of the leases were held by this instance until now."""
 
     released: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reserve:
+class Reserve(Message, frozen=True):
     """Ask for slots for what is missing of each prompt's whole chunks, the leading ones first.
 
     Chunks before `first` (one per prompt, or none: 0) are not offered: if one of them is missing, nothing is.
@@ -176,8 +171,7 @@ class Reserve:
         _check_first(self.first, self.prompts)
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(Message, frozen=True):
     """`chunks` are the indices that are this instance's to fill, ascending, with the slots of all its parts of each.
 
     A part that is there already, or that somebody else is writing, is not to be filled: its slot is (0, 0).
@@ -194,23 +188,20 @@ class Reserved:
     full: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReserveReply:
+class ReserveReply(Message, frozen=True):
     """One result per prompt, in order."""
 
     results: tuple[Reserved, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedChunks:
+class CommittedChunks(Message, frozen=True):
     """Chunks of one reservation whose every byte is written; None: all of them. The others are given up."""
 
     reservation: int
     filled: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Message, frozen=True):
     """Publish reservations. What is not listed as filled is freed at once."""
 
     instance: int
@@ -228,8 +219,7 @@ class CommitState(StrEnum):
     """The reservation ran out (or the cache was cleared) before this commit: nothing is visible."""
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(Message, frozen=True):
     """Outcome of one commit, per chunk."""
 
     state: CommitState
@@ -237,38 +227,33 @@ class Committed:
     rejected: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CommitReply:
+class CommitReply(Message, frozen=True):
     """One result per commit, in order."""
 
     results: tuple[Committed, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Message, frozen=True):
     """Give reservations up; their slots are free at once."""
 
     instance: int
     reservations: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AbortReply:
+class AbortReply(Message, frozen=True):
     """How many of the reservations were this instance's until now."""
 
     aborted: int
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Message, frozen=True):
     """The attempts are over: release what they still hold, abort what they reserved."""
 
     instance: int
     sessions: tuple[SessionId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EndReply:
+class EndReply(Message, frozen=True):
     """How many of the sessions were known until now."""
 
     ended: int
@@ -277,8 +262,7 @@ class EndReply:
 # Questions.
 
 
-@dataclass(frozen=True, slots=True)
-class Explain:
+class Explain(Message, frozen=True):
     """Ask why `prompt` is cached as far as it is. Nothing is held, and it does not count as a lookup."""
 
     instance: int
@@ -300,8 +284,7 @@ class Stop(StrEnum):
     """Some of its shards or kernel groups were not stored."""
 
 
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
+class Elsewhere(Message, frozen=True):
     """Another namespace that has `chunks` chunks of the prompt, under the same salt."""
 
     chunks: int
@@ -312,8 +295,7 @@ class Elsewhere:
     world_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExplainReply:
+class ExplainReply(Message, frozen=True):
     """`chunks` are cached; `absent` are the parts (of all shards) of the next one that nobody has or writes, if any
     others are there. `elsewhere` has more of the prompt, most first.
     """
@@ -327,33 +309,28 @@ class ExplainReply:
 # Administration.
 
 
-@dataclass(frozen=True, slots=True)
-class Clear:
+class Clear(Message, frozen=True):
     """Forget every cached chunk. What is leased stays readable by its holder and is freed afterwards."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClearReply:
+class ClearReply(Message, frozen=True):
     """Objects freed now, and objects that are freed when their readers or writers are done."""
 
     freed: int
     held: int
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(Message, frozen=True):
     """Ask for the document of `GET /status`."""
 
 
-@dataclass(frozen=True, slots=True)
-class StatusReply:
+class StatusReply(Message, frozen=True):
     """The same JSON document, as UTF-8 bytes."""
 
     document: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Message, frozen=True):
     """Why a request was refused, as it travels in a reply's `error`."""
 
     code: ErrorCode
@@ -363,6 +340,12 @@ class Refusal:
     def raised(self) -> ProtocolError:
         """The exception a client raises for it."""
         return ProtocolError(self.code, self.message, self.field)
+
+
+class Refused(Message, frozen=True):
+    """The message frame of a reply that is a refusal."""
+
+    error: Refusal
 
 
 OPERATIONS: dict[str, tuple[type[Any], type[Any]]] = {

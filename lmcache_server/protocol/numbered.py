@@ -8,13 +8,13 @@ where it knows none, the reason goes into the operation's place: the client comp
 raises an error that shows it, at once instead of after its time-out.
 """
 
-import dataclasses
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
+import msgspec
 
 from lmcache_server.protocol import codec
 from lmcache_server.protocol.errors import ProtocolError, invalid
@@ -38,9 +38,9 @@ MAX_TOKENS = 1 << 21
 """Values of one frame: tokens come as a list here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(msgspec.Struct, frozen=True, gc=False):
     """What every keyed operation sends; `tokens` are those before `end` (uint32), for what lies behind cannot matter.
+    Fields that are not known are ignored, as their own server does.
 
     `worker_id` is nil for all shards; tokens travel as a list named `token_ids`.
     """
@@ -56,9 +56,8 @@ class Key:
     num_kv_readers: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """An engine's worker, or an SDK; `use_mla` really says that there is one plane."""
+class Registration(msgspec.Struct, frozen=True, gc=False):
+    """An engine's worker, or an SDK; `use_mla` really says that there is one plane. Other fields are ignored."""
 
     instance_id: int
     model_name: str
@@ -159,7 +158,7 @@ def arguments(operation: Operation, frames: Sequence[Buffer]) -> list[Any]:
     kinds = operation.arguments
     if len(frames) != len(kinds):
         raise invalid("", f"expected {len(kinds)} arguments, got {len(frames)}")
-    values = [codec.unpack(frame, longest=MAX_TOKENS, most=MAX_TOKENS) for frame in frames]
+    values = [codec.unpack(frame, most=MAX_TOKENS) for frame in frames]
     return [_argument(name, kind, value) for (name, kind), value in zip(kinds.items(), values, strict=True)]
 
 
@@ -173,15 +172,11 @@ def reply(operation: Buffer, answer: Any) -> list[Buffer]:
 def _argument(name: str, kind: Any, value: Any) -> Any:
     if kind is Any:
         return value
-    if not dataclasses.is_dataclass(kind):
-        return codec.from_map(kind, value, name)
-    if not isinstance(value, dict):
-        raise invalid(name, f"expected a map, got {type(value).__name__}")
     if kind is Key:
+        if not isinstance(value, dict):
+            raise invalid(name, f"expected a map, got {type(value).__name__}")
         value["tokens"] = _packed(value.get("token_ids"), value.get("end"))
-    # Fields that are not known are ignored, as their own server does.
-    known = {each.name for each in dataclasses.fields(kind)}
-    return codec.from_map(kind, {each: value[each] for each in known & value.keys()}, name)
+    return codec.from_map(kind, value, name)
 
 
 def _packed(tokens: Any, end: Any) -> bytes:

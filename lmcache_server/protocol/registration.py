@@ -3,9 +3,9 @@
 Nothing of it is remembered across a restart of the server: a new incarnation means that every earlier fact is void.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 
+from lmcache_server.protocol.codec import Message
 from lmcache_server.protocol.errors import invalid
 from lmcache_server.protocol.layout import CacheLayout, Kind
 
@@ -28,15 +28,13 @@ class Transport(StrEnum):
     FRAMES = "frames"
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Message, frozen=True):
     """Ask what this server is. The first message of a connection; it changes nothing."""
 
     protocol: int = PROTOCOL_VERSION
 
 
-@dataclass(frozen=True, slots=True)
-class HelloReply:
+class HelloReply(Message, frozen=True):
     """What a client must know before it registers. A new `incarnation` means that every earlier fact is void.
 
     A client that is silent for `reap_seconds` is forgotten, a read lease that is not renewed for `read_ttl_seconds`
@@ -58,8 +56,7 @@ class HelloReply:
     read_ttl_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessId:
+class ProcessId(Message, frozen=True):
     """A process as its own host knows it, so that a server on the same host can tell whether it is gone."""
 
     pid: int
@@ -67,8 +64,7 @@ class ProcessId:
     namespace: int
 
 
-@dataclass(frozen=True, slots=True)
-class Register:
+class Register(Message, frozen=True):
     """Become an instance: a worker of one shard (`worker_id`), or a client of all (None: a scheduler, an SDK)."""
 
     role: str
@@ -101,8 +97,7 @@ class Register:
             raise invalid("layout.groups", "expected one plane in each group of a query cache")
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterReply:
+class RegisterReply(Message, frozen=True):
     """The issued id, the layout's fingerprint, and how the parts of a chunk look to this instance."""
 
     instance: int
@@ -111,30 +106,26 @@ class RegisterReply:
     part_bytes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Unregister:
+class Unregister(Message, frozen=True):
     """Leave: leases are released, reservations aborted, never committed."""
 
     instance: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnregisterReply:
+class UnregisterReply(Message, frozen=True):
     """`known` is false if there was nothing to leave."""
 
     known: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(Message, frozen=True):
     """A sign of life; `renew` lists leases that are still in use and must not run out."""
 
     instance: int | None = None
     renew: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PingReply:
+class PingReply(Message, frozen=True):
     """`known` is false when the instance must register again; `renewed` counts the leases that were still there."""
 
     incarnation: int

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from itertools import count
 
+import msgspec
 import pytest
 import torch
 
@@ -317,7 +318,7 @@ def test_a_chunk_that_was_gone_is_reported_by_its_blocks_and_only_those(chunk: i
         (job,) = plan.loads
         slots = bytearray(job.acquired.slots)
         slots[16 * chunk + 8] ^= 1  # another generation: the chunk is not there any more
-        stale = dataclasses.replace(job, acquired=dataclasses.replace(job.acquired, slots=bytes(slots)))
+        stale = dataclasses.replace(job, acquired=msgspec.structs.replace(job.acquired, slots=bytes(slots)))
         output = rig.report(dataclasses.replace(plan, loads=(stale,)))
         assert output.invalid_block_ids == set(served.blocks[2 * chunk : 2 * chunk + 2])
         assert output.finished_recving == {"warm"}
@@ -332,7 +333,7 @@ def test_a_load_whose_lease_the_server_does_not_know_fails_as_a_whole(model: str
         rig.allocate(served, rig.matched(served))
         plan = rig.plan({})
         (job,) = plan.loads
-        unknown = dataclasses.replace(job, acquired=dataclasses.replace(job.acquired, lease=job.acquired.lease + 1))
+        unknown = dataclasses.replace(job, acquired=msgspec.structs.replace(job.acquired, lease=job.acquired.lease + 1))
         output = rig.report(dataclasses.replace(plan, loads=(unknown,)))
         assert output.invalid_block_ids == set(served.blocks[:5])
         rig.finish(served)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 
@@ -164,6 +165,6 @@ def without_lease_on_chunk(plan: StepPlan, chunk: int) -> StepPlan:
         slots = bytearray(job.acquired.slots)
         parts = len(slots) // 16 // job.acquired.chunks
         slots[16 * parts * chunk + 8] ^= 1
-        return dataclasses.replace(job, acquired=dataclasses.replace(job.acquired, slots=bytes(slots)))
+        return dataclasses.replace(job, acquired=msgspec.structs.replace(job.acquired, slots=bytes(slots)))
 
     return dataclasses.replace(plan, loads=tuple(stale(job) for job in plan.loads))

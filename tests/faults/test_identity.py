@@ -1,10 +1,10 @@
 """What is, and what is not, the same cached chunk."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 
 from lmcache_server.protocol.errors import ErrorCode, ProtocolError
@@ -62,11 +62,11 @@ def test_whatever_shapes_the_bytes_is_part_of_their_identity(server: CacheServer
         {"model": "other"},
         {"revision": "2"},
         {"world_size": 2},
-        {"kind": Kind.QUERY, "layout": CacheLayout((dataclasses.replace(group, planes=1),))},
-        {"layout": CacheLayout((dataclasses.replace(group, dtype="bfloat16", head_size=64),))},
-        {"layout": CacheLayout((dataclasses.replace(group, heads=2, head_size=16),))},
-        {"layout": CacheLayout((dataclasses.replace(group, layers=(1,)),))},
-        {"layout": CacheLayout((dataclasses.replace(group, window=64),))},
+        {"kind": Kind.QUERY, "layout": CacheLayout((msgspec.structs.replace(group, planes=1),))},
+        {"layout": CacheLayout((msgspec.structs.replace(group, dtype="bfloat16", head_size=64),))},
+        {"layout": CacheLayout((msgspec.structs.replace(group, heads=2, head_size=16),))},
+        {"layout": CacheLayout((msgspec.structs.replace(group, layers=(1,)),))},
+        {"layout": CacheLayout((msgspec.structs.replace(group, window=64),))},
         {"layout": CacheLayout(LAYOUT.groups, "fp8")},
         {"layout": CacheLayout((KernelGroup((0, 1), 1, 1, 32, "float32"),))},
     ]

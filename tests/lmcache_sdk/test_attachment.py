@@ -1,4 +1,3 @@
-import dataclasses
 import logging
 import os
 import subprocess
@@ -6,6 +5,7 @@ import sys
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmcache_sdk.attachment import Attachment, attach, this_process
@@ -58,7 +58,7 @@ class Double:
             incarnation = self._incarnations.pop(0) if len(self._incarnations) > 1 else self._incarnations[0]
             parts = tuple(slot_bytes(group, 16) for group in request.layout.groups)
             reply = RegisterReply(7, incarnation, fingerprint(request.layout), parts)
-            return [[encode(dataclasses.replace(reply, **self._changes))]]
+            return [[encode(msgspec.structs.replace(reply, **self._changes))]]
         assert isinstance(request, Unregister)
         return [[encode(UnregisterReply(True))]]
 
@@ -91,7 +91,7 @@ def test_detaching_without_a_server_does_not_wait_long() -> None:
 
 
 def test_a_server_that_restarts_meanwhile_is_asked_again() -> None:
-    second = dataclasses.replace(HELLO, incarnation=2)
+    second = msgspec.structs.replace(HELLO, incarnation=2)
     with Router(Double([HELLO, second], [2])) as router, ServerConnection(router.url) as connection:
         attachment = attach_tiny(connection)
         assert attachment.incarnation == attachment.hello.incarnation == 2
@@ -123,7 +123,7 @@ def test_a_server_that_keeps_restarting_is_an_error() -> None:
     ],
 )
 def test_a_server_whose_facts_do_not_fit_is_not_registered_with(changes: dict[str, Any], message: str) -> None:
-    hello = dataclasses.replace(HELLO, **changes)
+    hello = msgspec.structs.replace(HELLO, **changes)
     with Router(Double([hello], [1])) as router, ServerConnection(router.url) as connection:
         with pytest.raises(LMCacheSDKError, match=message):
             attach_tiny(connection)
@@ -132,7 +132,7 @@ def test_a_server_whose_facts_do_not_fit_is_not_registered_with(changes: dict[st
 
 def test_a_foreign_file_in_place_of_the_pool_is_not_mapped() -> None:
     with running_server() as other:
-        hello = dataclasses.replace(HELLO, transport=Transport.SHM, shm_name=other.segment, pool_bytes=1 << 20)
+        hello = msgspec.structs.replace(HELLO, transport=Transport.SHM, shm_name=other.segment, pool_bytes=1 << 20)
         with (
             Router(Double([hello], [1])) as router,
             ServerConnection(router.url) as connection,

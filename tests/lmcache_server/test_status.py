@@ -4,6 +4,7 @@ import dataclasses
 from array import array
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmcache_server.config import Settings
@@ -120,7 +121,7 @@ def test_the_configuration_says_how_to_connect(status: Status) -> None:
 
 
 def test_a_server_without_shared_memory_names_none(status: Status) -> None:
-    hello = dataclasses.replace(status.hello, shm_name="", transport=Transport.FRAMES)
+    hello = msgspec.structs.replace(status.hello, shm_name="", transport=Transport.FRAMES)
     without = dataclasses.replace(status, hello=hello)
     assert without.config()["mp"]["shm_name"] == ""
     assert without.status()["transport"] == "frames"

@@ -1,11 +1,11 @@
 """Whether a process is gone: by pid, start and pid namespace."""
 
-import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lmcache_server.io.process import process_gone
@@ -33,17 +33,17 @@ def test_an_ended_process_is_gone_also_as_a_zombie() -> None:
 
 def test_another_process_under_the_same_pid_is_not_the_one_that_is_gone() -> None:
     facts = facts_of(os.getpid())
-    assert process_gone(dataclasses.replace(facts, started=facts.started - 1)) is True
+    assert process_gone(msgspec.structs.replace(facts, started=facts.started - 1)) is True
 
 
 def test_a_process_of_another_namespace_cannot_be_seen() -> None:
     facts = facts_of(os.getpid())
-    assert process_gone(dataclasses.replace(facts, namespace=facts.namespace + 1)) is None
+    assert process_gone(msgspec.structs.replace(facts, namespace=facts.namespace + 1)) is None
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**63, 2**22 + 1])
 def test_a_pid_that_cannot_be_is_gone(pid: int) -> None:
-    assert process_gone(dataclasses.replace(facts_of(os.getpid()), pid=pid)) is True
+    assert process_gone(msgspec.structs.replace(facts_of(os.getpid()), pid=pid)) is True
 
 
 def test_a_hidden_process_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

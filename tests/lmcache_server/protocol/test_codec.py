@@ -1,6 +1,5 @@
 """Typed messages come back as they were, and whatever does not fit is refused by name."""
 
-import dataclasses
 import types
 import typing
 from enum import StrEnum
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_server.protocol.codec import MAX_ARRAY, MAX_VALUES, decode, encode, from_map, to_map, unpack
+from lmcache_server.protocol.codec import MAX_VALUES, Message, decode, encode, from_map, to_map, unpack
 from lmcache_server.protocol.errors import ErrorCode, ProtocolError
 from lmcache_server.protocol.events import MAX_EVENTS, Events
 from lmcache_server.protocol.layout import ITEM_BYTES, CacheLayout, KernelGroup, Kind
@@ -86,7 +85,7 @@ def strategy(annotation: typing.Any) -> st.SearchStrategy[typing.Any]:
     if origin in (types.UnionType, typing.Union):
         (inner,) = (argument for argument in arguments if argument is not type(None))
         return st.none() | strategy(inner)
-    if dataclasses.is_dataclass(annotation):
+    if isinstance(annotation, type) and issubclass(annotation, Message):
         hints = typing.get_type_hints(annotation)
         return st.builds(annotation, **{name: strategy(hint) for name, hint in hints.items()})
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
@@ -171,19 +170,19 @@ REGISTER = {
         (Reserve, {"instance": 1, "prompts": [PROMPT | {"salt": "a/b"}]}, "prompts[0].salt", "without @"),
         (Reserve, {"instance": 1, "prompts": [PROMPT | {"session": {}}]}, "prompts[0].session.request_id", "missing"),
         (Reserve, {"instance": 1, "prompts": [PROMPT | {"extras": {"a": b""}}]}, "prompts[0].extras", "int"),
-        (Reserve, {"instance": 1, "prompts": [PROMPT | {"extras": {4: 4}}]}, "prompts[0].extras[4]", "bytes"),
+        (Reserve, {"instance": 1, "prompts": [PROMPT | {"extras": {4: 4}}]}, "prompts[0].extras[...]", "bytes"),
         (Reserve, {"instance": True, "prompts": []}, "instance", "expected int, got bool"),
         (Reserve, {"instance": 1.0, "prompts": []}, "instance", "expected int, got float"),
-        (Reserve, {"instance": 1, "prompts": {}}, "prompts", "expected array, got dict"),
+        (Reserve, {"instance": 1, "prompts": {}}, "prompts", "expected array, got object"),
         (Reserve, {"instance": 1, "prompts": [], "more": 1}, "more", "unknown field; known are instance, prompts"),
-        (Reserve, {"instance": 1, "prompts": [], 7: 1}, "7", "unknown field"),
+        (Reserve, {"instance": 1, "prompts": [], 7: 1}, "", "expected str, got int as a key"),
         (Reserve, {"prompts": []}, "instance", "missing"),
-        (Reserve, [], "", "expected map, got list"),
+        (Reserve, [], "", "expected object, got array"),
         (Ping, {"renew": [1, 2, "3"]}, "renew[2]", "expected int, got str"),
         (Commit, {"instance": 1, "commits": [{"reservation": 1, "filled": [0, None]}]}, "commits[0].filled[1]", "int"),
-        (Write, {"instance": 1, "reservation": 1, "pieces": [{"chunk": 0}]}, "pieces[0].length", "missing"),
+        (Write, {"instance": 1, "reservation": 1, "pieces": [{"chunk": 0}]}, "pieces[0].part", "missing"),
         (Register, REGISTER | {"kind": "x"}, "kind", "expected one of kv, query, got 'x'"),
-        (Register, REGISTER | {"kind": []}, "kind", "expected one of kv, query, got list"),
+        (Register, REGISTER | {"kind": []}, "kind", "expected str, got array"),
         (Register, REGISTER | {"layout": {"groups": [GROUP | {"layers": []}]}}, "layout.groups[0].layers", "1 to"),
     ],
 )  # fmt: skip
@@ -195,7 +194,7 @@ def test_a_refusal_names_the_path_of_the_first_bad_field(cls: type, wire: object
 
 
 def test_an_integer_is_taken_for_a_float_and_a_default_for_what_is_missing() -> None:
-    reply = {field.name: 1 for field in dataclasses.fields(HelloReply) if field.type in (int, float)}
+    reply = {name: 1 for name, kind in typing.get_type_hints(HelloReply).items() if kind in (int, float)}
     words = {"version": "1", "server_id": "s", "hash_algorithm": "h", "transport": "shm", "shm_name": "n"}
     assert decode(HelloReply, msgpack.packb(reply | words)).reap_seconds == 1.0
     assert decode(Ping, msgpack.packb({})) == Ping(None, ())
@@ -221,16 +220,20 @@ def test_what_is_not_one_value_is_refused(wire: bytes) -> None:
 
 
 def test_a_message_with_too_many_values_is_refused_before_it_is_decoded() -> None:
-    longest = MAX_ARRAY * [1]
-    assert len(decode(Ping, msgpack.packb({"renew": longest})).renew) == MAX_ARRAY
-    with pytest.raises(ProtocolError):
+    longest = (MAX_VALUES - 1) * [1]
+    assert len(decode(Ping, msgpack.packb({"renew": longest})).renew) == len(longest)
+    with pytest.raises(ProtocolError, match=f"more than {MAX_VALUES} values"):
         decode(Ping, msgpack.packb({"renew": [*longest, 1]}))
-    arrays = MAX_VALUES // MAX_ARRAY + 1
     with pytest.raises(ProtocolError, match=f"more than {MAX_VALUES} values"):
-        unpack(msgpack.packb([longest] * arrays))
+        unpack(msgpack.packb([longest, longest]))
     with pytest.raises(ProtocolError, match=f"more than {MAX_VALUES} values"):
-        unpack(msgpack.packb([[{}] * MAX_ARRAY] * arrays))
-    assert len(unpack(msgpack.packb([longest] * arrays), most=1 << 30)) == arrays
+        unpack(msgpack.packb([[{}] * (MAX_VALUES - 1), 1]))
+    assert len(unpack(msgpack.packb([longest, longest]), most=1 << 30)) == 2
+
+
+def test_tokens_are_no_values_and_a_long_prompt_is_a_message() -> None:
+    prompt = Prompt(SessionId("r"), bytes(4 * MAX_VALUES))
+    assert decode(Acquire, encode(Acquire(1, (prompt, prompt), lease=False))).prompts == (prompt, prompt)
 
 
 @pytest.mark.parametrize("huge", ["x" * 10**6, b"x" * 10**6], ids=["str", "bytes"])

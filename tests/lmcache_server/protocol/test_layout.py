@@ -1,9 +1,9 @@
 """Shapes, bytes and fingerprints of the canonical layout."""
 
-import dataclasses
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmcache_server.protocol.errors import ProtocolError
@@ -43,7 +43,7 @@ def test_each_field_of_a_layout_changes_its_fingerprint() -> None:
     ]  # fmt: skip
     layouts = [CacheLayout((GROUP,)), CacheLayout((GROUP,), "fp8"), CacheLayout((GROUP, LATENT))]
     layouts += [CacheLayout((LATENT, GROUP))]
-    layouts += [CacheLayout((dataclasses.replace(GROUP, **change),)) for change in changes]
+    layouts += [CacheLayout((msgspec.structs.replace(GROUP, **change),)) for change in changes]
     assert len({fingerprint(layout) for layout in layouts}) == len(layouts)
 
 
@@ -65,7 +65,7 @@ def test_each_field_of_a_layout_changes_its_fingerprint() -> None:
 )
 def test_an_impossible_group_is_refused_by_its_field(change: dict[str, Any], field: str) -> None:
     with pytest.raises(ProtocolError) as raised:
-        dataclasses.replace(GROUP, **change)
+        msgspec.structs.replace(GROUP, **change)
     assert raised.value.field == field
 
 

@@ -1,8 +1,8 @@
 """A registration that could not work is refused by its field."""
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from lmcache_server.protocol.errors import ProtocolError
@@ -33,13 +33,13 @@ REGISTER = Register("worker", "a/model", "", Kind.KV, 2, 1, KV, 16)
 )
 def test_an_impossible_registration_is_refused_by_its_field(change: dict[str, Any], field: str) -> None:
     with pytest.raises(ProtocolError) as raised:
-        dataclasses.replace(REGISTER, **change)
+        msgspec.structs.replace(REGISTER, **change)
     assert raised.value.field == field
 
 
 def test_a_client_of_all_shards_and_a_query_cache_may_register() -> None:
-    assert dataclasses.replace(REGISTER, worker_id=None).worker_id is None
-    assert dataclasses.replace(REGISTER, kind=Kind.QUERY, layout=ONE_PLANE).kind is Kind.QUERY
+    assert msgspec.structs.replace(REGISTER, worker_id=None).worker_id is None
+    assert msgspec.structs.replace(REGISTER, kind=Kind.QUERY, layout=ONE_PLANE).kind is Kind.QUERY
 
 
 def test_the_words_on_the_wire_are_these() -> None:
