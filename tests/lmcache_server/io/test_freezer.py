@@ -34,10 +34,11 @@ def test_it_freezes_each_time_enough_was_made() -> None:
     assert frozen > 0
     kept = [Thing() for _ in range(1000)]
     freezer.tick()
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() <= frozen, "frozen things may go, none may come"
     made += EVERY
     freezer.tick()
-    assert gc.get_freeze_count() >= frozen + len(kept)
+    tracked = {id(thing) for thing in gc.get_objects()}
+    assert not any(id(thing) in tracked for thing in kept)
 
 
 def test_what_is_frozen_is_not_looked_at_again() -> None:

@@ -173,6 +173,8 @@ def test_one_reply_may_be_larger_than_what_may_wait(monkeypatch: pytest.MonkeyPa
         peer = peers.connect()
         for _ in range(3):
             assert len((await ask(peer, b"1", b"op"))[1]) == 2**22
+            while not all(tracker.done for waiting in server._unread.values() for _, tracker in waiting):
+                await asyncio.sleep(0.01)  # that it was read is known a moment later
 
     served(lambda operation, payload: [bytes(2**22)], body)
 
