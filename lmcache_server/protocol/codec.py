@@ -6,7 +6,7 @@ message may hold is limited, so that no sender can keep the receiver busy for lo
 
     int, float, bool, str, bytes    as they are (an int is accepted for a float, a bool never for an int)
     StrEnum                         its value
-    tuple[T, ...]                   array
+    Many[T]                         array, a tuple of T here
     dict[K, V]                      map
     T | None                        T or nil
     Message                         map
@@ -23,12 +23,18 @@ import msgspec
 
 from lmcache_server.protocol.errors import ProtocolError, invalid
 
-__all__ = ["MAX_VALUES", "Message", "decode", "encode", "from_map", "to_map", "unpack"]
+__all__ = ["MAX_ARRAY", "MAX_VALUES", "Many", "Message", "decode", "encode", "from_map", "to_map", "unpack"]
 
+MAX_ARRAY = 1 << 17
+"""Values of one array of a message; tokens and slots are bytes and do not count."""
 MAX_VALUES = 1 << 20
-"""Values of all arrays and maps of a message together; tokens and slots are bytes and do not count."""
+"""Values of all arrays and maps of a message together."""
 
 M = TypeVar("M")
+T = TypeVar("T")
+
+Many = typing.Annotated[tuple[T, ...], msgspec.Meta(max_length=MAX_ARRAY)]
+"""An array of a message: `Many[int]` is a tuple of integers."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):

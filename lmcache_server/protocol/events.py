@@ -10,7 +10,7 @@ answered with "lost" and all that is resident, never with a gap.
 
 from enum import StrEnum
 
-from lmcache_server.protocol.codec import Message
+from lmcache_server.protocol.codec import Many, Message
 from lmcache_server.protocol.errors import invalid
 
 __all__ = ["MAX_EVENTS", "ChunkEvent", "ChunkEventKind", "Events", "EventsReply"]
@@ -60,7 +60,7 @@ class EventsReply(Message, frozen=True):
     void, and these events are the first of all that is resident.
     """
 
-    events: tuple[ChunkEvent, ...]
+    events: Many[ChunkEvent]
     cursor: int
     lost: bool
     more: bool

@@ -4,7 +4,7 @@ Frame i of a message is the bytes of its piece i. What was written so is publish
 of it arrived.
 """
 
-from lmcache_server.protocol.codec import Message
+from lmcache_server.protocol.codec import Many, Message
 
 __all__ = ["Piece", "Read", "ReadReply", "Write", "WriteReply"]
 
@@ -23,7 +23,7 @@ class Write(Message, frozen=True):
 
     instance: int
     reservation: int
-    pieces: tuple[Piece, ...]
+    pieces: Many[Piece]
 
 
 class WriteReply(Message, frozen=True):
@@ -39,7 +39,7 @@ class Read(Message, frozen=True):
 
     instance: int
     lease: int
-    pieces: tuple[Piece, ...]
+    pieces: Many[Piece]
 
 
 class ReadReply(Message, frozen=True):

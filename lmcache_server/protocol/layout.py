@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgpack
 
-from lmcache_server.protocol.codec import Message
+from lmcache_server.protocol.codec import Many, Message
 from lmcache_server.protocol.errors import invalid
 
 __all__ = [
@@ -61,7 +61,7 @@ class KernelGroup(Message, frozen=True):
     attention).
     """
 
-    layers: tuple[int, ...]
+    layers: Many[int]
     planes: int
     heads: int
     head_size: int
@@ -92,7 +92,7 @@ class KernelGroup(Message, frozen=True):
 class CacheLayout(Message, frozen=True):
     """The cache of one shard of a model: its kernel groups, and how the values are quantised ("" if they are not)."""
 
-    groups: tuple[KernelGroup, ...]
+    groups: Many[KernelGroup]
     quantisation: str = ""
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from lmcache_server.protocol.codec import Message
+from lmcache_server.protocol.codec import Many, Message
 from lmcache_server.protocol.errors import ErrorCode, ProtocolError, invalid
 from lmcache_server.protocol.events import Events, EventsReply
 from lmcache_server.protocol.frames import Piece, Read, ReadReply, Write, WriteReply
@@ -119,8 +119,8 @@ class Acquire(Message, frozen=True):
     """
 
     instance: int
-    prompts: tuple[Prompt, ...]
-    first: tuple[int, ...] = ()
+    prompts: Many[Prompt]
+    first: Many[int] = ()
     lease: bool = True
 
     def __post_init__(self) -> None:
@@ -141,14 +141,14 @@ class Acquired(Message, frozen=True):
 class AcquireReply(Message, frozen=True):
     """One result per prompt, in order."""
 
-    results: tuple[Acquired, ...]
+    results: Many[Acquired]
 
 
 class Release(Message, frozen=True):
     """Give leases back. Releasing twice, or another's, changes nothing."""
 
     instance: int
-    leases: tuple[int, ...]
+    leases: Many[int]
 
 
 class ReleaseReply(Message, frozen=True):
@@ -164,8 +164,8 @@ class Reserve(Message, frozen=True):
     """
 
     instance: int
-    prompts: tuple[Prompt, ...]
-    first: tuple[int, ...] = ()
+    prompts: Many[Prompt]
+    first: Many[int] = ()
 
     def __post_init__(self) -> None:
         _check_first(self.first, self.prompts)
@@ -181,7 +181,7 @@ class Reserved(Message, frozen=True):
     """
 
     reservation: int
-    chunks: tuple[int, ...]
+    chunks: Many[int]
     slots: bytes
     resident: int
     busy: int
@@ -191,21 +191,21 @@ class Reserved(Message, frozen=True):
 class ReserveReply(Message, frozen=True):
     """One result per prompt, in order."""
 
-    results: tuple[Reserved, ...]
+    results: Many[Reserved]
 
 
 class CommittedChunks(Message, frozen=True):
     """Chunks of one reservation whose every byte is written; None: all of them. The others are given up."""
 
     reservation: int
-    filled: tuple[int, ...] | None = None
+    filled: Many[int] | None = None
 
 
 class Commit(Message, frozen=True):
     """Publish reservations. What is not listed as filled is freed at once."""
 
     instance: int
-    commits: tuple[CommittedChunks, ...]
+    commits: Many[CommittedChunks]
 
 
 class CommitState(StrEnum):
@@ -223,21 +223,21 @@ class Committed(Message, frozen=True):
     """Outcome of one commit, per chunk."""
 
     state: CommitState
-    sealed: tuple[int, ...]
-    rejected: tuple[int, ...]
+    sealed: Many[int]
+    rejected: Many[int]
 
 
 class CommitReply(Message, frozen=True):
     """One result per commit, in order."""
 
-    results: tuple[Committed, ...]
+    results: Many[Committed]
 
 
 class Abort(Message, frozen=True):
     """Give reservations up; their slots are free at once."""
 
     instance: int
-    reservations: tuple[int, ...]
+    reservations: Many[int]
 
 
 class AbortReply(Message, frozen=True):
@@ -250,7 +250,7 @@ class End(Message, frozen=True):
     """The attempts are over: release what they still hold, abort what they reserved."""
 
     instance: int
-    sessions: tuple[SessionId, ...]
+    sessions: Many[SessionId]
 
 
 class EndReply(Message, frozen=True):
@@ -302,8 +302,8 @@ class ExplainReply(Message, frozen=True):
 
     chunks: int
     stop: Stop
-    absent: tuple[int, ...]
-    elsewhere: tuple[Elsewhere, ...]
+    absent: Many[int]
+    elsewhere: Many[Elsewhere]
 
 
 # Administration.

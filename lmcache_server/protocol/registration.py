@@ -5,7 +5,7 @@ Nothing of it is remembered across a restart of the server: a new incarnation me
 
 from enum import StrEnum
 
-from lmcache_server.protocol.codec import Message
+from lmcache_server.protocol.codec import Many, Message
 from lmcache_server.protocol.errors import invalid
 from lmcache_server.protocol.layout import CacheLayout, Kind
 
@@ -103,7 +103,7 @@ class RegisterReply(Message, frozen=True):
     instance: int
     incarnation: int
     fingerprint: str
-    part_bytes: tuple[int, ...]
+    part_bytes: Many[int]
 
 
 class Unregister(Message, frozen=True):
@@ -122,7 +122,7 @@ class Ping(Message, frozen=True):
     """A sign of life; `renew` lists leases that are still in use and must not run out."""
 
     instance: int | None = None
-    renew: tuple[int, ...] = ()
+    renew: Many[int] = ()
 
 
 class PingReply(Message, frozen=True):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_server.protocol.codec import MAX_VALUES, Message, decode, encode, from_map, to_map, unpack
+from lmcache_server.protocol.codec import MAX_ARRAY, MAX_VALUES, Message, decode, encode, from_map, to_map, unpack
 from lmcache_server.protocol.errors import ErrorCode, ProtocolError
 from lmcache_server.protocol.events import MAX_EVENTS, Events
 from lmcache_server.protocol.layout import ITEM_BYTES, CacheLayout, KernelGroup, Kind
@@ -220,15 +220,25 @@ def test_what_is_not_one_value_is_refused(wire: bytes) -> None:
 
 
 def test_a_message_with_too_many_values_is_refused_before_it_is_decoded() -> None:
-    longest = (MAX_VALUES - 1) * [1]
-    assert len(decode(Ping, msgpack.packb({"renew": longest})).renew) == len(longest)
-    with pytest.raises(ProtocolError, match=f"more than {MAX_VALUES} values"):
+    longest = MAX_ARRAY * [1]
+    assert len(decode(Ping, msgpack.packb({"renew": longest})).renew) == MAX_ARRAY
+    with pytest.raises(ProtocolError, match=f"renew: expected array of length <= {MAX_ARRAY}"):
         decode(Ping, msgpack.packb({"renew": [*longest, 1]}))
+    arrays = MAX_VALUES // MAX_ARRAY + 1
+    commits = [{"reservation": 1, "filled": longest}] * arrays
     with pytest.raises(ProtocolError, match=f"more than {MAX_VALUES} values"):
-        unpack(msgpack.packb([longest, longest]))
-    with pytest.raises(ProtocolError, match=f"more than {MAX_VALUES} values"):
-        unpack(msgpack.packb([[{}] * (MAX_VALUES - 1), 1]))
-    assert len(unpack(msgpack.packb([longest, longest]), most=1 << 30)) == 2
+        decode(Commit, msgpack.packb({"instance": 1, "commits": commits}))
+    assert len(decode(Commit, msgpack.packb({"instance": 1, "commits": commits[2:]})).commits) == arrays - 2
+    for values in ([longest] * arrays, [[{}] * MAX_ARRAY] * arrays):
+        with pytest.raises(ProtocolError, match=f"more than {MAX_VALUES} values"):
+            unpack(msgpack.packb(values))
+    assert len(unpack(msgpack.packb([longest] * arrays), most=1 << 30)) == arrays
+
+
+def test_no_array_of_a_message_is_without_a_limit() -> None:
+    for cls in MESSAGES:
+        for name, kind in typing.get_type_hints(cls, include_extras=True).items():
+            assert typing.get_origin(kind) is not tuple, f"{cls.__name__}.{name}: Many[...] is limited"
 
 
 def test_tokens_are_no_values_and_a_long_prompt_is_a_message() -> None:
