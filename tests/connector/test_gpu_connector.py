@@ -6,12 +6,12 @@ and tokens beside the promised ones are all canaries.
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_layout import KVCacheLayout

@@ -124,7 +124,10 @@ def test_a_wrong_config_is_refused_with_the_field(config: Any, message: str) -> 
             changed(STATUS, lambda s: s["cache_context_meta"]["11"].pop("layout")),
             r"cache_context_meta\[11\]\.layout: missing",
         ),
-        (changed(STATUS, lambda s: s["cache_context_meta"]["11"].update(layout=[])), r"\[11\]\.layout: expected object"),
+        (
+            changed(STATUS, lambda s: s["cache_context_meta"]["11"].update(layout=[])),
+            r"\[11\]\.layout: expected object",
+        ),
         (
             changed(STATUS, lambda s: s["cache_context_meta"]["11"]["layout"]["groups"][0].update(dtype="float64")),
             r"layout\.groups\[0\]\.dtype: expected one of .* got 'float64'",
