@@ -24,6 +24,11 @@ from _demo_engine import ENVIRONMENT, WARM_UP, Completion, Engine, weights_dtype
 import lmcache_connector.cpu_tiles  # noqa: F401 - lets a process that has llvmlite start another engine
 from tests.models import tiny_model
 
+_set_num_threads = torch.set_num_threads
+"""torch's own, which vLLM replaces. An engine that drafts takes all cores, for this process and for good; its threads
+spin, so that whatever else runs beside them takes ten times as long.
+"""
+
 __all__ = [
     "Completion",
     "Engine",
@@ -152,8 +157,10 @@ def in_process_engine(
     model: Path, *, connector: Mapping[str, Any] | None = None, **options: Any
 ) -> Iterator[InProcessEngine]:
     """An engine in this process; `options` go to `vllm.LLM`. One at a time."""
+    threads = torch.get_num_threads()
     with _environment({**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
         engine = InProcessEngine(model, connector, options)
+        _set_num_threads(threads)
         try:
             yield engine
         finally:

@@ -360,7 +360,7 @@ def listen(
     known, numbers = known if known is not None else {}, []
     deadline = time.monotonic() + 10
     while not enough(known):
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, f"batches {numbers}, {vars(watched.scheduler_half.feed)}"
         watched.complete(prompt_of(8, seed=next(_seeds)))  # an engine publishes when it steps
         while events.poll(50):
             _, number, batch = events.recv_multipart()
