@@ -106,26 +106,30 @@ def _decoder(cls: Any) -> "msgspec.msgpack.Decoder[Any]":
     return msgspec.msgpack.Decoder(cls)
 
 
-_WHERE = re.compile(r"(.*?)(?: - at (`key` in )?`\$?(.*?)`)?", re.DOTALL)
-_FIELD = re.compile(r"Object (contains unknown|missing required) field `(.*)`", re.DOTALL)
-_VALUE = re.compile(r"Invalid enum value (.*)", re.DOTALL)
+_MISSING, _UNKNOWN = "Object missing required field ", "Object contains unknown field "
+_VALUE = "Invalid enum value "
 
 
 def _refusal(cls: Any, error: msgspec.ValidationError, root: str) -> ProtocolError:
-    """What msgspec found wrong, in our words."""
-    said, in_key, inner = typing.cast("re.Match[str]", _WHERE.fullmatch(str(error))).groups("")
+    """What msgspec found wrong, in our words. Its sentence may hold a name of megabytes, so no pattern is searched."""
+    sentence = str(error)
+    said, found, where = sentence.rpartition(" - at `")
+    if not found:
+        said = sentence
+    inner = where.removeprefix("key` in `").removeprefix("$").removesuffix("`") if found else ""
     path = (root + inner).removeprefix(".")
     cause = error.__cause__
     if isinstance(cause, ProtocolError):
         return ProtocolError(cause.code, cause.message, _under(path, cause.field))
-    if field := _FIELD.fullmatch(said):
-        name = _under(path, field[2][:40])
-        if field[1].startswith("missing"):
-            return invalid(name, "missing")
-        return invalid(name, f"unknown field; known are {', '.join(_kind_at(cls, inner).__struct_fields__)}")
-    if value := _VALUE.fullmatch(said):
-        return invalid(path, f"expected one of {', '.join(_kind_at(cls, inner))}, got {value[1][:40]}")
-    return invalid(path, f"{said[:1].lower()}{said[1:]}".replace("`", "") + (" as a key" if in_key else ""))
+    if said.startswith(_MISSING):
+        return invalid(_under(path, _named(said, _MISSING)), "missing")
+    if said.startswith(_UNKNOWN):
+        known = ", ".join(_kind_at(cls, inner).__struct_fields__)
+        return invalid(_under(path, _named(said, _UNKNOWN)), f"unknown field; known are {known}")
+    if said.startswith(_VALUE):
+        return invalid(path, f"expected one of {', '.join(_kind_at(cls, inner))}, got {said[len(_VALUE) :][:40]}")
+    in_key = " as a key" if where.startswith("key`") else ""
+    return invalid(path, f"{said[:1].lower()}{said[1:]}".replace("`", "") + in_key)
 
 
 def _kind_at(cls: Any, path: str) -> Any:
@@ -135,6 +139,11 @@ def _kind_at(cls: Any, path: str) -> Any:
         while arguments := typing.get_args(cls):
             cls = arguments[0]
     return cls
+
+
+def _named(said: str, beginning: str) -> str:
+    """The field that msgspec names after `beginning`."""
+    return said[len(beginning) :][:40].strip("`")
 
 
 def _under(path: str, field: str) -> str:
