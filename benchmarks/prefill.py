@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpu", action="store_true", help="engines on CUDA")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=8, help="of the hits")
-    parser.add_argument("--pairs", type=int, default=8, help="of the throughput")
+    parser.add_argument("--pairs", type=int, default=12, help="of the throughput")
     options = parser.parse_args(arguments)
     require_cuda(options.gpu)
     require_peer(options.peer)
