@@ -8,6 +8,8 @@ adapter, to LMCache's own server; all are alive at once and do the same in turn.
     throughput  prompts that nobody had before, on every engine, each time in another order: storing against no
                 connector, in pairs; what is stored goes into memory that was written before (the first pair does not
                 count)
+    stores      of that, what our connector counts as its own: an engine waits while it stores, so this share is what
+                storing costs, and it does not swing with the machine as two engines in turn do
 
 `--gpu` runs the engines on CUDA. THAT HAS NOT RUN YET.
 """
@@ -28,6 +30,7 @@ PROMPTS = 2
 """Prompts of the hits."""
 KV_BYTES_PER_TOKEN, POOL_PROMPTS = 12 * 2**10, 2.5
 """Our server evicts from the third prompt on, which is the first pair's."""
+STORES = "lmcache_mp_store_duration_seconds_sum"
 SETTLED = 0.1
 """Seconds for what the engine before may still have to do."""
 
@@ -129,7 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for new_prompt in prompts:
                 one.complete(new_prompt)
         hit = hits(caching, prompts, options.rounds)
+        stored = engines["ours"].metric(STORES)
         new = throughput(engines, tokens, options.pairs, before)
+        storing = (engines["ours"].metric(STORES) - stored) / (options.pairs + 1)
     found = budgets(hit, new)
     columns = ["engine", "cold prompt, ms", "its tokens per second", "local hit, ms", "external hit, ms"]
     facts = {side: {"tokens_per_second": tokens / sample.median} for side, sample in new.items()}
@@ -137,6 +142,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         facts[side] |= {"local_ms": local.median * 1e3, "external_ms": external.median * 1e3}
     device = "CUDA" if options.gpu else "the CPU"
     report(f"prefill, {tokens} tokens, 12 layers, on {device}", columns, rows(hit, new, tokens), facts)
+    share = storing / new["ours"].median
+    report(
+        "stores of our connector, as it counts them itself",
+        ["ms per prompt", "share of a cold prompt"],
+        [[storing * 1e3, share]],
+        {"store_ms": storing * 1e3, "store_share": share},
+    )
     report("prefill, ratios", COLUMNS, table(found), {"budgets": found})
 
 

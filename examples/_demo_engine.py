@@ -103,8 +103,15 @@ class Engine:
 
     def counter(self, name: str) -> int:
         """A counter of the engine's own (`prompt_tokens`, `external_prefix_cache_hits`, ...) since it started."""
+        return int(self.metric(f"{name}_total"))
+
+    def metric(self, name: str) -> float:
+        """One of the engine's metrics by its name without `vllm:`, over all labels. LookupError if it has none."""
         text = self._http.get("/metrics").raise_for_status().text
-        return int(sum(float(value) for value in re.findall(rf"^vllm:{name}_total{{.*}} (\S+)$", text, re.MULTILINE)))
+        values = re.findall(rf"^vllm:{name}{{.*}} (\S+)$", text, re.MULTILINE)
+        if not values:
+            raise LookupError(f"{self.url}/metrics has no vllm:{name}")
+        return sum(map(float, values))
 
     def complete(
         self, prompt: Sequence[int], *, max_tokens: int = 1, cache_salt: str = "", top: int = 5, **sampling: Any

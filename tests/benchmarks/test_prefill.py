@@ -56,7 +56,9 @@ def test_engines_on_a_gpu_share_it() -> None:
 def test_real_engines(capsys: pytest.CaptureFixture[str]) -> None:
     """LMCache's own adapter, which --peer adds, is in front of an engine in tests/interop."""
     prefill.main(["--tokens=512", "--rounds=1", "--pairs=1"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])["budgets"]
+    documents = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert 0 < documents[1]["store_share"] < 0.5
+    found = documents[-1]["budgets"]
     assert {name: set(rounds) for name, rounds in found.items()} == {
         "external_over_local": {"ours"},
         "storing_over_none": {"ours"},
