@@ -111,7 +111,7 @@ class PendingReply:
 
     def _decode(self, frames: list[zmq.Frame]) -> Any:
         try:
-            return decode(self._type, frames[2].buffer)
+            return decode(self._type, frames[2].buffer, counted=False)
         except (IndexError, ProtocolError) as error:
             with contextlib.suppress(IndexError, ProtocolError):
                 refusal = decode(Refused, frames[2].buffer).error

@@ -6,8 +6,8 @@ message may hold is limited, so that no sender can keep the receiver busy for lo
 
     int, float, bool, str, bytes    as they are (an int is accepted for a float, a bool never for an int)
     StrEnum                         its value
-    Many[T]                         array, a tuple of T here
-    dict[K, V]                      map
+    Many[T], tuple[T, ...]          array; Many is limited, for what a server is sent
+    Extras                          map, limited too
     T | None                        T or nil
     Message                         map
 """
@@ -23,7 +23,7 @@ import msgspec
 
 from lmcache_server.protocol.errors import ProtocolError, invalid
 
-__all__ = ["MAX_ARRAY", "MAX_VALUES", "Many", "Message", "decode", "encode", "from_map", "to_map", "unpack"]
+__all__ = ["MAX_ARRAY", "MAX_VALUES", "Extras", "Many", "Message", "decode", "encode", "from_map", "to_map", "unpack"]
 
 MAX_ARRAY = 1 << 17
 """Values of one array of a message; tokens and slots are bytes and do not count."""
@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 Many = typing.Annotated[tuple[T, ...], msgspec.Meta(max_length=MAX_ARRAY)]
 """An array of a message: `Many[int]` is a tuple of integers."""
+Extras = typing.Annotated[dict[int, bytes], msgspec.Meta(max_length=MAX_ARRAY)]
+"""A map of a message."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -49,9 +51,12 @@ def encode(message: Message) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode(cls: type[M], data: bytes | memoryview) -> M:
-    """The message of type `cls` in `data`; raises ProtocolError(INVALID) naming the field that does not fit."""
-    if len(data) > MAX_VALUES:
+def decode(cls: type[M], data: bytes | memoryview, *, counted: bool = True) -> M:
+    """The message of type `cls` in `data`; raises ProtocolError(INVALID) naming the field that does not fit.
+
+    `counted` is false for what one asked for: a reply is as long as it has to be.
+    """
+    if counted and len(data) > MAX_VALUES:
         unpack(data)  # counts its values: each takes a byte at least, so that a shorter one need not be counted
     try:
         return typing.cast(M, _decoder(typing.cast(Hashable, cls)).decode(data))

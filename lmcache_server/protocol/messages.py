@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from lmcache_server.protocol.codec import Many, Message
+from lmcache_server.protocol.codec import Extras, Many, Message
 from lmcache_server.protocol.errors import ErrorCode, ProtocolError, invalid
 from lmcache_server.protocol.events import Events, EventsReply
 from lmcache_server.protocol.frames import Piece, Read, ReadReply, Write, WriteReply
@@ -91,7 +91,7 @@ class Prompt(Message, frozen=True):
     session: SessionId
     tokens: bytes
     salt: str = ""
-    extras: dict[int, bytes] = msgspec.field(default_factory=dict)
+    extras: Extras = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.tokens) % TOKEN_BYTES:
@@ -181,7 +181,7 @@ class Reserved(Message, frozen=True):
     """
 
     reservation: int
-    chunks: Many[int]
+    chunks: tuple[int, ...]
     slots: bytes
     resident: int
     busy: int
@@ -223,8 +223,8 @@ class Committed(Message, frozen=True):
     """Outcome of one commit, per chunk."""
 
     state: CommitState
-    sealed: Many[int]
-    rejected: Many[int]
+    sealed: tuple[int, ...]
+    rejected: tuple[int, ...]
 
 
 class CommitReply(Message, frozen=True):

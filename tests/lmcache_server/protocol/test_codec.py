@@ -19,12 +19,16 @@ from lmcache_server.protocol.messages import (
     AcquireReply,
     Commit,
     CommitReply,
+    CommitState,
+    Committed,
     HelloReply,
     Ping,
     Prompt,
     Refusal,
     Register,
     Reserve,
+    Reserved,
+    ReserveReply,
     SessionId,
     Write,
 )
@@ -235,10 +239,39 @@ def test_a_message_with_too_many_values_is_refused_before_it_is_decoded() -> Non
     assert len(unpack(msgpack.packb([longest] * arrays), most=1 << 30)) == arrays
 
 
-def test_no_array_of_a_message_is_without_a_limit() -> None:
-    for cls in MESSAGES:
-        for name, kind in typing.get_type_hints(cls, include_extras=True).items():
-            assert typing.get_origin(kind) is not tuple, f"{cls.__name__}.{name}: Many[...] is limited"
+def containers(kind: typing.Any) -> typing.Iterator[typing.Any]:
+    """The arrays and maps that a field of type `kind` may hold, at any depth, as they are annotated."""
+    if isinstance(kind, type) and issubclass(kind, Message):
+        for inner in typing.get_type_hints(kind, include_extras=True).values():
+            yield from containers(inner)
+        return
+    limited = typing.get_origin(kind) is typing.Annotated
+    bare = typing.get_args(kind)[0] if limited else kind
+    if typing.get_origin(bare) in (tuple, dict):
+        yield kind
+    for inner in typing.get_args(bare):
+        yield from containers(inner)
+
+
+@pytest.mark.parametrize("request_type", [request for request, _ in OPERATIONS.values()], ids=lambda cls: cls.__name__)
+def test_nothing_that_a_server_is_sent_holds_an_array_or_a_map_without_a_limit(request_type: type[Message]) -> None:
+    for kind in containers(request_type):
+        assert typing.get_origin(kind) is typing.Annotated, f"{request_type.__name__}: {kind}"
+        assert kind.__metadata__[0].max_length == MAX_ARRAY
+
+
+def test_a_map_with_too_many_values_is_refused() -> None:
+    prompt = {"session": {"request_id": "r"}, "tokens": b"", "extras": dict.fromkeys(range(MAX_ARRAY + 1), b"")}
+    with pytest.raises(ProtocolError, match=rf"prompts\[0\].extras: expected object of length <= {MAX_ARRAY}"):
+        decode(Acquire, msgpack.packb({"instance": 1, "prompts": [prompt]}))
+
+
+def test_a_reply_is_as_long_as_it_has_to_be() -> None:
+    chunks = tuple(range(MAX_VALUES + 1))
+    reply = ReserveReply((Reserved(1, chunks, b"", 0, 0, 0),))
+    assert decode(ReserveReply, encode(reply), counted=False) == reply
+    committed = CommitReply((Committed(CommitState.PARTIAL, chunks, chunks),))
+    assert decode(CommitReply, encode(committed), counted=False) == committed
 
 
 def test_tokens_are_no_values_and_a_long_prompt_is_a_message() -> None:
