@@ -117,11 +117,10 @@ _VALUE = "Invalid enum value "
 
 def _refusal(cls: Any, error: msgspec.ValidationError, root: str) -> ProtocolError:
     """What msgspec found wrong, in our words. Its sentence may hold a name of megabytes, so no pattern is searched."""
-    sentence = str(error)
-    said, found, where = sentence.rpartition(" - at `")
+    said, found, where = str(error).rpartition(" - at `")
     if not found:
-        said = sentence
-    inner = where.removeprefix("key` in `").removeprefix("$").removesuffix("`") if found else ""
+        said, where = where, ""
+    inner = where.removeprefix("key` in `").removeprefix("$").removesuffix("`")
     path = (root + inner).removeprefix(".")
     cause = error.__cause__
     if isinstance(cause, ProtocolError):
